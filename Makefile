@@ -55,7 +55,7 @@ oldest:
 	  tests/test_accumulator.py tests/test_data.py tests/test_multi_steps_*.py tests/test_refused.py
 	.venv-oldest/bin/python -m pytest -n $(WORKERS) -W default -m quick \
 	  -W "error:The gradient is computed of all rows" \
-	  tests/test_law.py tests/test_law_[ot]*.py tests/test_microbatch.py tests/test_rowwise.py
+	  tests/test_law.py tests/test_law_told.py tests/test_microbatch.py tests/test_rowwise.py
 # The newest pre-release of jax that the package index has.
 next:
 	$(MAKE) VENV=.venv-next .venv-next/ready

@@ -119,9 +119,6 @@ def test_any_axis_may_lie_on_devices_and_no_row_moves(kind, sync):
     assert off(got, due) <= 4 * ROWS * EPS
 
 
-# -- Forms -----------------------------------------------------------------------------
-
-
 def test_argnums_batch_argnums_and_keywords_are_those_of_jax():
     def fun(inputs, w, flag, b, targets, *, scale, power=1):
         assert flag == "yes"
@@ -154,15 +151,6 @@ def test_a_role_by_keyword_may_come_by_position():
     assert bits(by_number(W, X, key=key)) == bits(expected)
     # The twin: another key.
     assert np.any(by_name(W, X, jax.random.key(1))[1] != expected[1])
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("axes", [(0,), [0], 0])
-def test_axes_of_one_batch_argument_may_be_a_sequence_of_one(axes):
-    expected = jax.jit(ga.value_and_grad(squares, K))(W, X)
-    for fun, batch in ((squares, X), (lambda w, b: squares(w, b[0]), (X,))):
-        step = jax.jit(ga.value_and_grad(fun, K, batch_axes=axes))
-        assert bits(step(W, batch)) == bits(expected)
 
 
 @st.composite
@@ -201,9 +189,6 @@ def test_arguments_may_come_in_any_form(drawn):
     assert off((value, ga.accumulator.mean(acc)), due) <= 64 * EPS
     step = ga.value_and_grad(fun, K, batch_axes=axes, **how)
     assert off(step(*args, **kwargs), due) <= 64 * EPS
-
-
-# -- Kinds of losses and parameters ----------------------------------------------------
 
 
 def complex_loss(w, x):
@@ -267,8 +252,6 @@ def test_with_allow_int_specs_may_name_integers():
     assert grads["n"].dtype == slope["n"].dtype
 
 
-# -- Which leaves have rows ------------------------------------------------------------
-
 SMALL = {
     "raw key": jax.random.PRNGKey(3),
     "raw key of rbg": jax.random.key_data(jax.random.key(3, impl="rbg")),
@@ -307,17 +290,6 @@ def test_the_rows_of_a_batch_are_those_of_most_of_its_bytes(name):
         assert list(found.given_whole) == ["leaf ['a']"]
 
 
-def test_with_two_micro_batches_a_raw_key_goes_whole():
-    batch = {"a": SMALL["raw key"], "x": X}
-    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-    for arrays in (batch, types):
-        found = ga.batch_dependencies(with_small, 2)(W, arrays)
-        assert list(found.given_whole) == ["leaf ['a']"]
-    # As long as the batch, it may be labels: then it has rows.
-    found = ga.batch_dependencies(with_small, 2)(W, batch | {"x": X[:2]})
-    assert not found.given_whole
-
-
 @pytest.mark.parametrize("make", [ga.value_and_grad, ga.microbatch])
 def test_on_devices_the_rows_are_those_of_most_of_its_bytes(make):
     """Of several arguments, too, and in a region a raw key goes whole."""
@@ -333,9 +305,6 @@ def test_on_devices_the_rows_are_those_of_most_of_its_bytes(make):
         due = jax.value_and_grad(fun)(W, batch, X)
         due = due if make is ga.value_and_grad else due[0]
         assert off(step(W, batch, X), due) <= 64 * EPS
-
-
-# -- Sizes -----------------------------------------------------------------------------
 
 
 @pytest.mark.quick
@@ -370,9 +339,6 @@ def test_with_a_data_axis_it_counts_rows_of_one_device(fun):
         run(microbatch_size=3)
 
 
-# -- One micro-batch -------------------------------------------------------------------
-
-
 def deep(params, x):
     def layer(h, w):
         return h + jnp.tanh(h @ w), None
@@ -403,9 +369,6 @@ def test_one_micro_batch_has_the_bits_and_temporaries_of_value_and_grad(dtype):
     assert bits(ours(*args)) == bits(plain(*args))
 
 
-# -- Export ----------------------------------------------------------------------------
-
-
 def in_turn(w, x):
     def body(state, row):
         return jnp.tanh(state + row @ w), state.sum()
@@ -422,11 +385,6 @@ def contrastive(w, x):
 
 def of_microbatch(fun, k):
     return jax.value_and_grad(ga.microbatch(fun, k))
-
-
-def turned(w, x):
-    h = jnp.tanh(x @ w)
-    return jnp.mean((h * jnp.roll(h, 1, 0) - h[::-1]) ** 2)
 
 
 def exported(fun, rows, columns=None, make=ga.value_and_grad, **options):
@@ -449,7 +407,6 @@ def exported(fun, rows, columns=None, make=ga.value_and_grad, **options):
         (contrastive, None, "d", {}),
         (in_turn, "4*b", None, {}),  # whole, and whether that is much is no number
         (in_turn, "4*b", None, {"make": ga.microbatch}),
-        (turned, "4*b", None, {}),
         (contrastive, "4*b", None, {"make": of_microbatch}),
     ],
 )

@@ -34,8 +34,6 @@ def only(*lines, mesh=None, before=""):
     return found
 
 
-# -- What a collective looks like ------------------------------------------------------
-
 KINDS = {
     "all-reduce": "replica_groups={{0,1}}, to_apply=%add",
     "all-gather": "replica_groups={{0,1}}, dimensions={0}",
@@ -156,8 +154,6 @@ def test_the_parts_of_a_tpus_asynchronous_collective_count_once():
     assert [c.name for c in audit.collectives] == ["start.g", "other.g"]
     assert audit.total_bytes == 2 * 32
 
-
-# -- How often -------------------------------------------------------------------------
 
 LOOP = """\
 %body (t: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
@@ -310,21 +306,6 @@ def test_a_compiled_program_is_read_as_it_runs(inside):
     due = ["loop of 6", "data_axis="]
     due = due if inside else ["1 collective, none in a loop: 400 bytes"]
     assert [part for part in due if part not in str(audit)] == []
-
-
-def test_who_passed_data_axis_is_not_told_to_pass_it():
-    mesh = mesh_of(8)
-
-    def page(**options):
-        args = put((jnp.ones((8, 8)), jnp.ones((32, 8))), mesh, P("data"))
-        step = jax.jit(ga.value_and_grad(squares, 4, **options))
-        return " ".join(str(ga.audit(step.lower(*args).compile(), mesh)).split())
-
-    found = page(data_axis=ga.DataAxis("data", param_specs=P("data")))
-    assert "move data between devices" in found
-    assert "data_axis=" not in found
-    # The twin: without it, the parameters are gathered and the gradients reduced.
-    assert "data_axis=" in page()
 
 
 def test_an_argument_that_every_device_gathers_is_named():

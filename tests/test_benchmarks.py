@@ -5,10 +5,6 @@ import pathlib
 import re
 import sys
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 from helpers import python
 
@@ -36,9 +32,6 @@ def run(script, *arguments, **environment):
     return done.stdout
 
 
-# -- What the files say ----------------------------------------------------------------
-
-
 def check_provenance(result):
     assert result["command"].startswith("python benchmarks/")
     assert re.match(r"\d{4}-\d\d-\d\d", result["date"])
@@ -52,10 +45,6 @@ COMPILED = {
     "accelerators.json": "python benchmarks/accelerators.py --json",
     "head_compiled.json": "python benchmarks/head.py --targets",
 }
-OF_TRAINERS = {"trainers.json": "python benchmarks/trainers.py --json"}
-
-
-# -- The suite, quick ------------------------------------------------------------------
 
 
 # Eleven benchmarks, each in a process of its own, and the pictures.
@@ -76,23 +65,6 @@ def test_the_suite_writes_its_files_draws_them_and_ends_with_one_table(tmp_path)
     assert re.findall(r"\d+\.\d\d|-", last)[-len(suite.COLUMNS) :] == rows[-1][3:]
 
 
-def test_every_file_of_results_is_made_by_the_suite_and_by_its_own_command():
-    every = {path.name for path in COMMITTED.glob("*.json")}
-    ours = {name for name in every if not name.startswith("gpu_")}
-    starts = COMPILED | OF_TRAINERS
-    for name, command in suite.COMMANDS.items():
-        starts[name] = " ".join(["python", f"benchmarks/{command[0]}", *command[1:]])
-    assert ours == set(starts)
-    for name, start in starts.items():
-        result = record.read(COMMITTED / name)
-        check_provenance(result)
-        assert result["command"].startswith(start), name
-    for name in every - ours:
-        result = record.read(COMMITTED / name)
-        check_provenance(result)
-        assert result["device"].startswith("gpu: "), name
-
-
 def test_what_a_change_costs_is_said_by_loss_and_figure(tmp_path):
     before = tmp_path / "before.json"
     assert run("compare.py", "--quick", "--json", before) == "2 losses.\n"
@@ -105,9 +77,6 @@ def test_what_a_change_costs_is_said_by_loss_and_figure(tmp_path):
     worse = python("benchmarks/compare.py", "--quick", "--to", before, cwd=ROOT)
     assert worse.returncode == 1
     assert "value_and_grad: forward" in worse.stdout
-
-
-# -- The pictures ----------------------------------------------------------------------
 
 
 def test_the_committed_pictures_were_drawn_from_the_committed_files():
@@ -123,42 +92,6 @@ def test_the_page_about_ones_own_machine_explains_every_unit_of_the_table():
     units = {unit for _, _, unit, *_ in suite.rows_of(COMMITTED)}
     assert len(units) > 5
     assert [unit for unit in sorted(units) if f"| {unit} |" not in text] == []
-
-
-# -- The ways --------------------------------------------------------------------------
-
-# optax.MultiSteps keeps a running mean, and a third of an integer would round.
-K, ROWS = 2, 2
-
-
-def integer_loss(params, x):
-    """A loss whose gradients are integers: no way may round."""
-    return jnp.mean(jnp.sum(x @ params["w"], axis=1))
-
-
-@pytest.mark.usefixtures("optax_promotion")
-def test_every_way_that_is_compared_gives_the_same_parameters():
-    rng = np.random.default_rng(0)
-    batch = 4.0 * jnp.asarray(rng.integers(-4, 5, size=(K * ROWS, 3)), jnp.float32)
-    params = {"w": jnp.asarray(rng.integers(-4, 5, size=(3, 2)), jnp.float32)}
-    # The gradient of the mean over rows, and a step of SGD with rate 1.
-    expected = np.asarray(params["w"] - batch.mean(axis=0)[:, None])
-    opt = optax.sgd(1.0)
-    one = peers.in_one_call(integer_loss, K, ROWS)
-    one[peers.UNROLLED] = peers.unrolled_loop(integer_loss, K)
-    loops = peers.in_many_calls(integer_loss, opt, K)
-    ours = peers.ga.MultiSteps(opt, K)
-    loops["counts"] = peers.HostLoop(integer_loss, ours, K, counts=True)
-    assert len(one) + len(loops) >= 8
-    steps = {way: peers.step_of(gradient, opt) for way, gradient in one.items()}
-    for way, step in (steps | loops).items():
-        own = jax.tree.map(jnp.copy, params)
-        state = step.init(own) if way in loops else (own, opt.init(own))
-        got = jax.tree.leaves(step(state, batch)[0])[0]
-        np.testing.assert_array_equal(got, expected, err_msg=way)
-
-
-# -- The GPU's part --------------------------------------------------------------------
 
 
 # It compiles fifteen programs.

@@ -1,6 +1,5 @@
 """`batch_dependencies`: what each loop computes, of which lines, and what it leaves."""
 
-import helpers
 import jax
 import jax.numpy as jnp
 import pytest
@@ -168,10 +167,3 @@ def test_what_is_dropped_on_the_way_is_filled_again_before_it_is_read(monkeypatc
         assert found[name].fills
         back = names.index(name.replace("filled again", "back"))
         assert names.index("the loss") < names.index(name) < back
-
-
-@pytest.mark.parametrize("fun", [mean, root])
-def test_on_a_mesh_a_loop_is_that_of_each_device(fun):
-    axis = ga.DataAxis("data", mesh=helpers.mesh_of(2))
-    loop = of(fun, k=2, data_axis=axis)["the loss"].loop
-    assert loop.startswith("a loop over 2 micro-batches on each of 2 devices, ")

@@ -326,40 +326,6 @@ def test_over_devices_statistics_and_masks_are_those_of_one_call_too(kind):
         assert distance(run(of_rows(), x=jnp.roll(X, 4, 0)), due[:1]) > 1e6 * CLOSE
 
 
-def std(model, x, y, scale=1.0, *, rngs, metric):
-    noise = jax.random.normal(rngs.noise(), y.shape)
-    out = scale * model(x)[:, 0] - y + noise
-    metric.update(values=out)
-    return jnp.std(out)
-
-
-@FAST
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:What value_and_grad or accumulate returned")
-def test_random_streams_and_metrics_may_be_arguments_too():
-    def objects():
-        layer, metric = nnx.Linear(3, 1, rngs=nnx.Rngs(0)), nnx.metrics.Average()
-        return in_float64(layer), nnx.Rngs(noise=1), in_float64(metric)
-
-    with jax.enable_x64(True):
-        model, rngs, metric = objects()
-        scale = jnp.float64(0.5)
-        options = {"has_aux": False, "argnums": (0, -1)}
-        compute = of_rows(std, **options)
-        ours = compute(model, X, Y, scale, rngs=rngs, metric=metric)
-        again, other_rngs, other_metric = objects()
-        due = nnx.value_and_grad(  # NNX takes none by keyword
-            lambda *args: std(*args[:4], rngs=args[4], metric=args[5]), argnums=(0, 3)
-        )(again, X, Y, scale, other_rngs, other_metric)
-        assert distance(ours, due) < CLOSE
-        assert int(rngs.noise.count[...]) == int(other_rngs.noise.count[...]) == 1
-        assert int(metric.count[...]) == ROWS
-        assert distance(metric.compute(), other_metric.compute()) < CLOSE
-        # The twin: the next call draws other numbers.
-        others = compute(model, X, Y, scale, rngs=rngs, metric=metric)
-        assert distance(others, due) > 1e6 * CLOSE
-
-
 def adds(models, x):
     models[0].rows = nnx.Intermediate(x * 2)
     models[1].mean = nnx.Intermediate(jnp.mean(x))

@@ -25,9 +25,6 @@ W, X = 0.1 * jnp.arange(9.0).reshape(D, D), 0.1 * jnp.arange(24.0).reshape(N, D)
 SAID = []
 
 
-# -- Acts and places -------------------------------------------------------------------
-
-
 def note(x):
     SAID.append(f"{float(x):.3f}")
 

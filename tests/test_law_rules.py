@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import apart, array, mesh_of, put, temporaries
+from helpers import apart, mesh_of, put
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from whole_harness import partitioned
@@ -128,6 +128,10 @@ def layers(rule, p, x):
     return jnp.mean(jnp.sin((h - h.mean(0)) @ p["w"][1]) ** 2)
 
 
+def of_parameters(rule, p, x):
+    return jnp.mean((x @ rule(p["w"][0], p["s"][0])) ** 2)
+
+
 def in_a_scan(rule, p, x):
     def body(h, its):
         w, s = its
@@ -165,6 +169,7 @@ WHOLE = {  # rules of which a result has no rows
 LOSSES = {
     **{f"layers, {x}": functools.partial(layers, RULES[x]) for x in RULES},
     **{f"result, {x}": functools.partial(of_a_result, WHOLE[x]) for x in WHOLE},
+    **{f"parameters, {x}": functools.partial(of_parameters, RULES[x]) for x in RULES},
     **{f"scan, {x}": functools.partial(in_a_scan, RULES[x]) for x in RULES},
 }
 
@@ -221,46 +226,6 @@ def test_rows_of_other_devices_and_levels_without_room_meet_in_a_rule(name):
             assert apart(step, jax.value_and_grad(fun), *args) < BOUND
         mean = jax.value_and_grad(ga.microbatch(fun, K))
         assert apart(mean, jax.value_and_grad(fun), p, x) < BOUND
-
-
-# -- Memory ----------------------------------------------------------------------------
-
-WIDTH, MANY, OVER = 64, 2048, 8
-
-
-def of_layers(rule, p, x):
-    h = x
-    for w, s in zip(p["w"], p["s"], strict=True):
-        h = jnp.tanh(rule(h @ w, s))
-    return jnp.mean(h**2)
-
-
-def large():
-    w = [array(WIDTH, WIDTH, scale=WIDTH**-0.5, seed=i) for i in range(4)]
-    return {"w": w, "s": [jnp.float32(1.1)] * 4}, array(MANY, WIDTH)
-
-
-def taken(fun, *args, k=OVER):
-    return temporaries(jax.jit(ga.value_and_grad(fun, k)), *args)
-
-
-def undivided(fun, *args):
-    return temporaries(jax.jit(jax.value_and_grad(fun)), *args)
-
-
-@pytest.mark.parametrize("name", ["a maximum", "what goes in", "of both"])
-def test_a_maximum_of_cotangents_takes_the_memory_of_a_sum(name):
-    total = product(lambda h, s, g: (g * s, jnp.sum(g * h)))
-    of_sum = taken(functools.partial(of_layers, total), *large())
-    fun = functools.partial(of_layers, RULES[name])
-    assert taken(fun, *large()) <= 1.01 * of_sum
-    assert of_sum < 0.3 * undivided(fun, *large())
-
-
-@pytest.mark.parametrize("name", ["centred", "divided by the largest"])
-def test_rows_that_meet_in_a_rule_of_each_layer_take_less_than_no_micro_batches(name):
-    fun = functools.partial(of_layers, RULES[name])
-    assert taken(fun, *large()) <= 0.6 * undivided(fun, *large())
 
 
 def energy(p, x):

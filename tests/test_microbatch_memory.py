@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import optax
 import pytest
 from helpers import mean_of, nbytes, temporaries
-from optax import microbatching
 
 import ga_optax as ga
 from ga_optax._loop.in_place import HAS_REFS
@@ -87,19 +86,6 @@ def test_with_adam_a_window_takes_little_more_than_a_single_micro_batch(k, weigh
     assert window() <= 1.10 * single
     # The twin: a sum by hand takes another gradient tree.
     assert window(optimize=False) > 1.5 * single
-
-
-@pytest.mark.cpu
-def test_alone_it_takes_at_most_a_third_of_the_peer():
-    peer = microbatching.microbatch(
-        jax.value_and_grad(loss),
-        argnums=1,
-        microbatch_size=BATCH // K,
-        accumulator=microbatching.AccumulationType.MEAN,
-    )
-    peer = megabytes(peer, PARAMS, batch(BATCH))
-    assert alone(K, BATCH) <= 0.33 * peer
-    assert alone(K, BATCH, optimize=False) > 0.65 * peer
 
 
 def test_it_does_not_grow_with_the_batch_and_the_undivided_one_does():

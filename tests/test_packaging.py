@@ -15,7 +15,6 @@ import pytest
 import ga_optax
 
 ROOT = pathlib.Path(__file__).parents[1]
-WORKFLOWS = ROOT / ".github" / "workflows"
 # A few of every kind: numbers, errors, other transformations, what a step compiles to.
 SELECTED = "accumulator", "audit", "refused", "multi_steps_composition"
 published = pytest.mark.published
@@ -56,9 +55,6 @@ def installed(tmp_path_factory):
         return Installed(in_sdist, set(names.namelist()), site, source)
 
 
-# -- What is in it ---------------------------------------------------------------------
-
-
 @published
 def test_the_wheel_holds_every_module_the_type_marker_and_no_test(installed):
     package = {
@@ -95,9 +91,6 @@ def test_at_run_time_it_requires_jax_and_optax_alone(installed):
     assert extras == "cuda12 cuda13 flax target-gpu target-tpu testing"
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert f"\n## {found.version} " in changelog
-
-
-# -- It works by itself ----------------------------------------------------------------
 
 
 @published
@@ -141,9 +134,6 @@ def test_tests_pass_against_the_wheel_with_its_source_gone(installed):
     assert re.search(r"\b\d\d+ passed", printed)
 
 
-# -- Types -----------------------------------------------------------------------------
-
-
 def type_check(program, site):
     pytest.importorskip("pyrefly", reason="types are checked with pyrefly")
     command = "-m", "pyrefly", "check", "--output-format", "min-text"
@@ -168,39 +158,14 @@ def test_types_pass_in_a_users_program_which_runs_and_every_mistake_is_found(ins
     assert set(map(int, found)) == marked
 
 
-# -- What the documents say ------------------------------------------------------------
-
-
 def test_the_changelog_names_every_public_name():
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     for name in ga_optax.__all__:
         assert re.search(rf"`[^`]*\b{name}\b[^`]*`", text), name
 
 
-# -- Workflows -------------------------------------------------------------------------
-
-
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 TARGETS = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.M))
-
-
-def test_workflows_parse_and_call_make_targets_that_exist():
-    yaml = pytest.importorskip("yaml")
-    texts = [path.read_text(encoding="utf-8") for path in WORKFLOWS.glob("*.yml")]
-    called = set(re.findall(r"^ *(?:- run: )?make ([a-z-]+)", "\n".join(texts), re.M))
-    assert {"docs", "lint", "oldest", "pytest", "release-check"} <= called <= TARGETS
-    flows = list(map(yaml.safe_load, texts))
-    for flow in flows:
-        assert flow["permissions"] == {"contents": "read"}
-    for job in (job for flow in flows for job in flow["jobs"].values()):
-        actions = {step["uses"] for step in job["steps"] if "uses" in step}
-        # Only the job that publishes may prove who it is, and it builds nothing.
-        publishes = "pypa/gh-action-pypi-publish@release/v1" in actions
-        rights = {"id-token": "write"} if publishes else None
-        assert job.get("permissions") == rights
-        assert not (publishes and any("run" in step for step in job["steps"]))
-        for action in actions - {"pypa/gh-action-pypi-publish@release/v1"}:
-            assert re.fullmatch(r"actions/[a-z-]+@v\d+", action)
 
 
 def test_documents_name_make_targets_that_exist():

@@ -212,6 +212,7 @@ k=None, microbatch_size=2.0 -> T microbatch_size must be an int | 2.0
   | Pass how many rows
 W, X, k=None, microbatch_size=5
   -> V microbatch_size=5 must divide the batch | shape (8,) | Use 1, 2, 4 or 8.
+W, fun=lambda w: jnp.mean(X * w) -> V fun must take its batch: what it closes
 residual_bytes=-1
   -> V residual_bytes must be a number of bytes | it is -1 | Leave it out
 """
@@ -240,6 +241,10 @@ LOGICAL = ga.DataAxis("data", logical_devices=4)
 
 def verify(fun=untraced, params=W, batch=X, k=2, **options):
     ga.verify(fun, params, batch, k, **options)
+
+
+def scaled(w, scale=2.0, x=None):
+    return x * w * scale
 
 
 def equivalent(params, batch):
@@ -312,6 +317,22 @@ ga.plan(make_step, W, X, batch_size=12, memory_limit=1 << 30)
 OF_CPUS = """
 plan(memory_limit=None) -> V memory_limit must be given | "16GiB"
 """  # a GPU reports its memory
+
+WORDS_OF_OTHERS = """
+ga.verify(jnp.mean, 1.0, X, 2, rngs=2) -> T rngs came | rng=
+ga.verify(jnp.mean, 1.0, X, 2, accum_steps=2) -> T accum_steps came | num_microbatches
+ga.value_and_grad(jnp.mean, 2, rows=3) -> T unexpected keyword argument 'rows'
+ga.microbatch(lambda w, x: "text", 2)(W, X) -> T fun returns must be arrays | only leaf
+ga.microbatch(scaled, 4, batch_argnums=-3)(W, X) -> V names number -3, and 2 came
+ga.microbatch(scaled, 4, batch_argnums=2)(W, 3.0) -> V names number 2, and 2 came
+ga.config.update("optimise", False) -> A The option of ga_optax.config must be
+ga.config.update("optimize", 0) -> T must be a bool, but it got 0
+ga.config.update("whole_draws", "yes") -> T whole_draws must be a bool, but it got 'yes'
+"""
+for _fun in ("value_and_grad", "accumulate", "microbatch", "batch_dependencies"):
+    for _args in ("X", "X, X", "2, X", "{'w': X}, X"):
+        WORDS_OF_OTHERS += f"ga.{_fun}(jnp.mean, {_args}) -> T {_fun} must get"
+        WORDS_OF_OTHERS += f" | came. Call it twice: {_fun}(fun\n"
 
 AUDIT = """
 ga.audit(jax.jit(loss)) -> T needs a compiled | PjitFunction | lower(*args).compile(
@@ -561,6 +582,11 @@ ga.apply_gradients(STATE, GRADS, TX, DENSE)
   -> T an optax.GradientTransformation | MultiStepsState | order is apply_gradients(tx
 ga.flush(STATE, TX, DENSE) -> T of type MultiStepsState
   | The order is apply_gradients(tx
+update(state=STATE._replace(counters=())) -> V counters | must be int32[4]
+update(state=STATE._replace(counters=STATE.counters[1:])) -> V must be int32[4]
+ga.from_optax(SGD.init(DENSE)) -> V there is none
+update(state=OF_OPTAX.init(DENSE)) -> T from_optax
+ga.has_updated(OF_OPTAX.init(DENSE)) -> V from_optax
 # The norm.
 ga.grad_norm(STATE) -> V track_norm=True, but the field grad_norm is
 ga.grad_norm(optax.EmptyState()) -> V none in this EmptyState
@@ -675,7 +701,9 @@ for _draw in ("window", "epoch"):
 
 PARTS = ga.blocks.partition(DENSE, 1)
 VECTOR, SPEC = ga.blocks.flatten(PARTS, DENSE, "dense")
-OTHERS = [*refusals(VERIFY + PLAN + AUDIT + DEVICES + MADE + ACROSS + FOLDS)]
+OTHERS = [
+    *refusals(VERIFY + PLAN + WORDS_OF_OTHERS + AUDIT + DEVICES + MADE + ACROSS + FOLDS)
+]
 OTHERS += [pytest.param(*row, marks=pytest.mark.cpu) for row in refusals(OF_CPUS)]
 
 

@@ -138,9 +138,6 @@ def test_the_rows_of_the_table_are_where_those_of_the_types_of_jax_are():
         assert partitioned(fun, args)[1].layouts == [WHOLE]
 
 
-# -- Twins -----------------------------------------------------------------------------
-
-
 @of_each(CASES, 4)
 def test_a_rule_that_gives_something_else_is_found(key):
     args, given, found = arguments(), set(), set()
@@ -172,9 +169,6 @@ def test_rows_computed_from_those_of_something_else_are_found(monkeypatch, key):
     # And without a rule they are cut from all.
     monkeypatch.delitem(cutting._OPEN, key)
     assert all(right())
-
-
-# -- Several rules together ------------------------------------------------------------
 
 
 def _half(h):

@@ -517,38 +517,6 @@ def ordered(g):
     )()
 
 
-def convolved(g):
-    """Rows are images, channels, filters, or what the window goes along."""
-    v = g.one(2)
-    v = v.reshape(-1, *v.shape[-2:]) if v.ndim > 2 else v[:, None]
-    w = jnp.sin(1 + jnp.arange(4.0)).reshape(2, 1, 2) * (1 + g.params[3])
-    steps, pads = (g.pick(1, 2),), g.pick("SAME", "VALID", [(1, 0)])
-    conv, groups = lax.conv_general_dilated, v.shape[1]
-    each = {"feature_group_count": groups}
-    mean = jnp.ones((1, len(v), 1), v.dtype) * w[0, 0, 0]
-    run = g.pick(
-        lambda: conv(v[:, :1], w, steps, pads),
-        lambda: conv(v.transpose(1, 0, 2)[:1, :1], w, steps, pads),
-        lambda: conv(v, jnp.tile(w, (groups, 1, 1)), steps, pads, **each),
-        lambda: conv(v.T[:1].transpose(0, 2, 1), mean, steps, pads),
-    )
-    return small(run())
-
-
-def without_numbers(g):
-    """A part that is empty goes the way of the rest."""
-    v = g.one(1)
-    d = g.axis(v)
-    f = g.pick(
-        lambda v: v[::-1] * 2,
-        lambda v: jnp.cumsum(v, 0),
-        lambda v: jnp.roll(v, 1, 0) * v.sum(0),
-        lambda v: jnp.sort(v, -1),
-        lambda v: v @ v.T @ v if v.ndim == 2 else v,
-    )
-    return small(jnp.concatenate([*map(f, jnp.split(v, [v.shape[d]], d))], d))
-
-
 # -- What moves rows: `build(g, v)` is a function of arrays like `v` -------------------
 
 
@@ -712,8 +680,7 @@ GRAPH = {
     f.__name__: f
     for f in (
         *(around, by_number, of_two, begun, reduced, along, added, product, of_each),
-        *(scanned, drawn, scattered_to, segmented, windowed, ordered, convolved),
-        without_numbers,
+        *(scanned, drawn, scattered_to, segmented, windowed, ordered),
     )
 } | {name: moved(name) for name in MOVES}
 
