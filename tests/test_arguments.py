@@ -290,6 +290,17 @@ def test_the_rows_of_a_batch_are_those_of_most_of_its_bytes(name):
         assert list(found.given_whole) == ["leaf ['a']"]
 
 
+def test_with_two_micro_batches_a_raw_key_goes_whole():
+    batch = {"a": SMALL["raw key"], "x": X}
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    for arrays in (batch, types):
+        found = ga.batch_dependencies(with_small, 2)(W, arrays)
+        assert list(found.given_whole) == ["leaf ['a']"]
+    # As long as the batch, it may be labels: then it has rows.
+    found = ga.batch_dependencies(with_small, 2)(W, batch | {"x": X[:2]})
+    assert not found.given_whole
+
+
 @pytest.mark.parametrize("make", [ga.value_and_grad, ga.microbatch])
 def test_on_devices_the_rows_are_those_of_most_of_its_bytes(make):
     """Of several arguments, too, and in a region a raw key goes whole."""
