@@ -75,7 +75,7 @@ FAULTS = """
 * an extremum that no row attains where it rounds otherwise
 - return (x == extremum) | (first & (extremum == extremum))
 + return x == extremum
-@ _partition/custom.py: test_law_mended
+@ _partition/custom.py: test_law_rules
 * a backward rule is taken for linear
 + def _is_linear(...): return True
 @ _partition/attached.py: test_law_rules
