@@ -104,10 +104,10 @@ BOTH = [
     of(optimize=1)(T, A_BOOL, "it is 1"),
     of(has_aux="yes")(T, "has_aux must be a bool | it is 'yes' | returns (loss, aux)"),
     of(W, batch=X)(
-        V, "batch_argnums must name | names number 1, and 1 | for keywords there is"
+        V, "batch_argnums must name | names number 1, and 1 of | for keywords there is"
     ),
     of(W, X, z=1, batch_argnames="y")(
-        V, "batch_argnames must name | names 'y', and z came | Pass that argument so"
+        V, "batch_argnames must name | names 'y', and z came | Pass that argument as a"
     ),
     of({"n": np.int32(1), "w": W}, X)(
         T, "leaf ['n'] of argument 0 must | dtype int32 | or allow_int=True, which"
