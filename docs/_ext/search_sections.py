@@ -6,29 +6,25 @@ before, and `search_scorer.js` shows the title of that section.
 """
 
 from docutils import nodes
+from sphinx import addnodes
 
 
-def sections(doctree):
-    """The target of the section that each target in it belongs to."""
-    found = {}
-    for section in doctree.findall(nodes.section):  # outer sections come first
-        for node in section.findall(nodes.Element):
-            found |= dict.fromkeys(node.get("ids", ()), section["ids"][0])
-    return found
-
-
-def lead_to_sections(app, env):
-    """Replaces the targets of all index entries."""
-    del app
-    for name, entries in env.domaindata["index"]["entries"].items():
-        place = sections(env.get_doctree(name)) if entries else {}
-        entries[:] = [
+def lead_to_sections(app, doctree, name):
+    """Replaces the targets of the index entries of a page."""
+    del app, name
+    place = {
+        target: section["ids"][0]
+        for section in doctree.findall(nodes.section)
+        for target in section["ids"]
+    }
+    for node in doctree.findall(addnodes.index):
+        node["entries"] = [
             (kind, value, place.get(target, target), *rest)
-            for kind, value, target, *rest in entries
+            for kind, value, target, *rest in node["entries"]
         ]
 
 
 def setup(app):
     """Connects the function above."""
-    app.connect("env-check-consistency", lead_to_sections)
+    app.connect("doctree-resolved", lead_to_sections)
     return {"parallel_read_safe": True}
