@@ -47,7 +47,7 @@ COMPILED = {
 }
 
 
-# Eleven benchmarks, each in a process of its own, and the pictures.
+# Twelve benchmarks, each in a process of its own, and the pictures.
 def test_the_suite_writes_its_files_draws_them_and_ends_with_one_table(tmp_path):
     results, drawn = tmp_path / "results", tmp_path / "pictures"
     said = run("suite.py", "--quick", "--results", results, "--pictures", drawn)

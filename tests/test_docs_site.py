@@ -73,6 +73,36 @@ def test_the_site_builds_without_a_warning_and_every_internal_link_resolves(site
     assert sum(len(Page(path.read_text()).links) for path in site.rglob("*.html")) > 500
 
 
+SECTIONS = {  # which a search leads to first, and its name
+    "nan": ("pitfalls", "A NaN that stays"),
+    "out of memory": ("pitfalls", "Out of memory"),
+    "batch norm": ("pitfalls", "Batch normalisation"),
+    "learning rate": ("logging", "One micro-batch a call"),
+    "gradient norm": ("logging", "One micro-batch a call"),
+    "resume": ("resume", "A loop of your own"),
+    "checkpoint": ("resume", "A loop of your own"),
+    "lora": ("recipes", "LoRA"),
+    "fsdp": ("recipes", "FSDP"),
+    "fp8": ("recipes", "fp8 with delayed scales"),
+    "gradient_accumulation_steps": ("huggingface", "The Trainer"),
+    "chunked cross entropy": ("head", "The head"),
+}
+
+
+@pytest.mark.parametrize("words", SECTIONS)
+def test_the_search_leads_to_the_section_first(words, site):
+    page, section = SECTIONS[words]
+    text = (site / "searchindex.js").read_text("utf-8")
+    index = json.loads(text.removeprefix("Search.setIndex(").rstrip(";)\n"))
+    [(number, place, is_main)] = index["indexentries"][words]
+    assert (index["docnames"][number], is_main) == (page, True)
+    # The place is that of a section, so that `search_scorer.js` finds its name.
+    assert [number, place] in index["alltitles"][section]
+    text = (site / f"{page}.html").read_text("utf-8")
+    assert f'<section id="{place}"' in text
+    assert "result[1] =" in (site / "_static/language_data.js").read_text("utf-8")
+
+
 def test_every_public_name_is_in_the_reference(site):
     anchors = set().union(
         *(Page(p.read_text()).anchors for p in (site / "api").glob("*.html"))

@@ -68,11 +68,11 @@ def test_the_table_has_a_line_for_what_is_alike_and_one_for_all():
     table, told = str(it).split("\n\n")
     header, _, *rows = table.splitlines()
     assert header.startswith("what meets  ")
-    [sums] = [row for row in rows if "a sum of 32 numbers" in row]
-    assert sums.startswith("3 times a sum of 32 numbers")
+    [sums] = [row for row in rows if "sums of 32 numbers" in row]
+    assert sums.startswith("3 sums of 32 numbers")
     assert " 384 " in sums
     assert f"{line_in(layers, 2)}:" in sums
-    assert told.startswith("forward, backward: how often")
+    assert told.startswith("forward, backward: how many times")
     total = told[told.index("In all") :].replace("\n", " ")
     assert total.startswith(f"In all: {it.forward_passes} forward pass")
     assert f"in about {it.peak_bytes:,} bytes." in total

@@ -81,9 +81,9 @@ fun=3 -> T fun must be a function | it is 3 | Pass the loss function
 optimize=1 -> T optimize must be a bool | it is 1 | Pass False for the plain scan
 has_aux="yes" -> T has_aux must be a bool | it is 'yes' | returns (loss, aux)
 W, batch=X
-  -> V batch_argnums must name | names number 1, and 1 | for keywords there is
+  -> V batch_argnums must name | names number 1, and 1 of | for keywords there is
 W, X, z=1, batch_argnames="y"
-  -> V batch_argnames must name | names 'y', and z came | Pass that argument so
+  -> V batch_argnames must name | names 'y', and z came | Pass that argument as a
 {"n": np.int32(1), "w": W}, X
   -> T leaf ['n'] of argument 0 must | dtype int32 | or allow_int=True, which
 argnums=(0, 0) -> V argnums must name each argument once | 0 twice | it once
