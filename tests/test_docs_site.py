@@ -2,6 +2,7 @@
 
 import html.parser
 import importlib.util
+import json
 import pathlib
 import urllib.parse
 
