@@ -164,7 +164,7 @@ def measure(name: str, loss: Loss, args: Any, rounds: int) -> dict[str, Any]:
     }
     nbytes = {way: any_loss.temporaries(program) for way, program in programs.items()}
     report = ga.batch_dependencies(loss, K)(*args)
-    row = {
+    row: dict[str, Any] = {
         "case": name,
         "mb": {way: n / 1e6 for way, n in nbytes.items()},
         "of_undivided": {way: n / nbytes[UNDIVIDED] for way, n in nbytes.items()},

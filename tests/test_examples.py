@@ -57,7 +57,7 @@ RUNS = {
         ),
     ),
     "digits": Run(
-        "--check --steps 1 --out OUT",
+        "--bits --check --steps 1 --out OUT",
         r"counters of ga_optax.stats$",
         oks=7,
         # The zero updates and two copies, against a constant.
