@@ -323,8 +323,8 @@ ga.verify(jnp.mean, 1.0, X, 2, rngs=2) -> T rngs came | rng=
 ga.verify(jnp.mean, 1.0, X, 2, accum_steps=2) -> T accum_steps came | num_microbatches
 ga.value_and_grad(jnp.mean, 2, rows=3) -> T unexpected keyword argument 'rows'
 ga.microbatch(lambda w, x: "text", 2)(W, X) -> T fun returns must be arrays | only leaf
-ga.microbatch(scaled, 4, batch_argnums=-3)(W, X) -> V names number -3, and 2 of them came
-ga.microbatch(scaled, 4, batch_argnums=2)(W, 3.0) -> V names number 2, and 2 of them came
+ga.microbatch(scaled, 4, batch_argnums=-3)(W, X) -> V names number -3, and 2 of them
+ga.microbatch(scaled, 4, batch_argnums=2)(W, 3.0) -> V names number 2, and 2 of them
 ga.config.update("optimise", False) -> A The option of ga_optax.config must be
 ga.config.update("optimize", 0) -> T must be a bool, but it got 0
 ga.config.update("whole_draws", "yes") -> T whole_draws must be a bool, but it got 'yes'
