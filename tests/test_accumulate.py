@@ -221,7 +221,6 @@ def with_aux(w, x):
     }
 
 
-@pytest.mark.grid(1)
 @pytest.mark.parametrize("weight_fn", [None, lambda x, aux: positive(x)])
 def test_aux_is_put_together_as_asked_leaf_by_leaf(weight_fn):
     x, w = integers(8, WIDTH), integers(WIDTH, seed=1)
