@@ -97,7 +97,7 @@ def test_beside_the_line_stands_the_module_inside():
         return jnp.mean((out * jnp.linspace(0, 1, ROWS)[:, None]) ** 2)
 
     table = str(found(fun, {"params": variables["params"]}, X))
-    rows = [row for row in table.splitlines() if "a sum of" in row]
+    rows = [row for row in table.splitlines() if "sums of" in row]
     scopes = [f"Network/BatchNorm_{i}" for i in range(2)]
     assert [row.rpartition(", in ")[2] for row in rows] == scopes
 
