@@ -10,6 +10,9 @@ import json
 import pathlib
 import re
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
 import ga_optax
@@ -177,6 +180,20 @@ def test_the_page_begins_with_the_law(name):
     assert "jax.value_and_grad(loss)" in beginning
     assert re.search(r"ga\.value_and_grad\(loss, [48]\)", beginning)
     assert "the same gradient" in beginning
+
+
+@pytest.mark.quick
+def test_a_state_prints_in_a_few_lines_wherever_it_is():
+    tx, params = ga_optax.MultiSteps(optax.sgd(1.0), 2), jnp.ones((64, 64))
+    state = tx.init(params)
+    texts = [repr(state), repr(jax.eval_shape(tx.init, params))]
+    jax.eval_shape(lambda state: texts.append(repr(state)), state)
+    jax.tree.map(lambda x: x.delete(), state)
+    for text in (*texts, repr(state)):
+        assert "total=<1 array, 16,384 bytes>" in text
+        assert text.count("\n") <= 6
+    assert "micro_steps=0, " in texts[0]
+    assert "weight=<deleted>" in repr(state)
 
 
 @pytest.mark.quick
