@@ -6,6 +6,9 @@ import json
 import pathlib
 import re
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
 import ga_optax
@@ -151,6 +154,20 @@ def test_the_readme_fits_on_two_screens_and_begins_with_the_law():
     step = re.search(r"@jax.jit\n.*?\n\n", README, re.S)[0]
     assert len(step.strip().splitlines()) == 5
     assert "ga.value_and_grad(loss, 8)(params, batch)" in step
+
+
+@pytest.mark.quick
+def test_a_state_prints_in_a_few_lines_wherever_it_is():
+    tx, params = ga_optax.MultiSteps(optax.sgd(1.0), 2), jnp.ones((64, 64))
+    state = tx.init(params)
+    texts = [repr(state), repr(jax.eval_shape(tx.init, params))]
+    jax.eval_shape(lambda state: texts.append(repr(state)), state)
+    jax.tree.map(lambda x: x.delete(), state)
+    for text in (*texts, repr(state)):
+        assert "total=<1 array, 16,384 bytes>" in text
+        assert text.count("\n") <= 6
+    assert "micro_steps=0, " in texts[0]
+    assert "weight=<deleted>" in repr(state)
 
 
 @pytest.mark.quick
