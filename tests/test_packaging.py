@@ -164,8 +164,28 @@ def test_the_changelog_names_every_public_name():
         assert re.search(rf"`[^`]*\b{name}\b[^`]*`", text), name
 
 
+WORKFLOWS = ROOT / ".github" / "workflows"
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 TARGETS = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.M))
+
+
+def test_workflows_parse_and_call_make_targets_that_exist():
+    yaml = pytest.importorskip("yaml")
+    texts = [path.read_text(encoding="utf-8") for path in WORKFLOWS.glob("*.yml")]
+    called = set(re.findall(r"^ *(?:- run: )?make ([a-z-]+)", "\n".join(texts), re.M))
+    assert {"docs", "lint", "oldest", "pytest", "release-check"} <= called <= TARGETS
+    flows = list(map(yaml.safe_load, texts))
+    for flow in flows:
+        assert flow["permissions"] == {"contents": "read"}
+    for job in (job for flow in flows for job in flow["jobs"].values()):
+        actions = {step["uses"] for step in job["steps"] if "uses" in step}
+        # Only the job that publishes may prove who it is, and it builds nothing.
+        publishes = "pypa/gh-action-pypi-publish@release/v1" in actions
+        rights = {"id-token": "write"} if publishes else None
+        assert job.get("permissions") == rights
+        assert not (publishes and any("run" in step for step in job["steps"]))
+        for action in actions - {"pypa/gh-action-pypi-publish@release/v1"}:
+            assert re.fullmatch(r"actions/[a-z-]+@v\d+", action)
 
 
 def test_documents_name_make_targets_that_exist():
