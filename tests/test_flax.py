@@ -409,8 +409,8 @@ OF_ALL = [
     ({"argnums": LORA}, ValueError, "selection of argnums in argument 0"),
     ({"has_aux": True}, TypeError, "fun must return"),
     ({"num_microbatches": 3}, ValueError, "must divide"),
-    ({"batch_argnums": (1, 2)}, ValueError, "number 2, and 2 came"),
-    ({"batch_argnums": -3}, ValueError, "number -3, and 2 came"),
+    ({"batch_argnums": (1, 2)}, ValueError, "number 2, and 2 of them"),
+    ({"batch_argnums": -3}, ValueError, "number -3, and 2 of them"),
 ]
 OF_THE_BATCH = [
     ({"aux": "mean"}, TypeError, "but aux came.*accumulate has it"),
