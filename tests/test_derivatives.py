@@ -436,6 +436,16 @@ def in_region(loss, check_vma=False):
     return jax.shard_map(step, mesh=mesh_of(names=("d",)), **specs)
 
 
+def test_data_that_attains_an_extremum_fits_a_region_that_checks():
+    def loss(w, x):
+        data = jnp.sin(x)
+        return jnp.mean((jnp.where(data == data.max(0), 2.0, 0.5) * (x @ w)) ** 2)
+
+    for check_vma in (False, True):
+        got = in_region(loss, check_vma)
+        assert apart(got, jax.value_and_grad(loss), *arguments()) < BOUND
+
+
 REFUSED = r"cannot be differentiated in a jax\.shard_map, or with mesh axes"
 
 

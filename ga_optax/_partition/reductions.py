@@ -34,7 +34,7 @@ def compared(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     if found := None if forbidden else _own_extremum(e, vs):
         v, extremum = found
         w.meet(v)
-        return [(_attaining(w, extremum, v.x), v.layout)]
+        return [(_attaining_all(w, extremum, v.x), v.layout)]
     last = max(v.level for v in vs)
     # Levels are counted from the parameters, and any function may have none.
     later = not any(v.params for v in vs) and any(map(_is_of_rows, vs))
@@ -66,15 +66,14 @@ def _own_extremum(
 _SPREAD = ("broadcast_in_dim", "reshape", "stop_gradient")
 
 
-def _attaining(w: Writer, e: core.JaxprEqn, x: Any) -> Any:
+def _attaining_all(w: Writer, e: core.JaxprEqn, x: Any) -> Any:
     """Marks the rows of a micro-batch that attain the extremum of all rows."""
     axes, is_max = tuple(e.params["axes"]), e.primitive.name == "reduce_max"
     x = jax.lax.stop_gradient(x)
-    here = w.run(e, [x])
-    found = w.gather(here)
-    best = found.max(0) if is_max else found.min(0)
-    mine = jax.lax.dynamic_index_in_dim(found, w.index, 0, keepdims=False)
-    return attaining(is_max, axes, x, here) & jnp.expand_dims(mine == best, axes)
+    # Stored: computed again, it might round otherwise as well.
+    here = checkpoint_name(w.run(e, [x]), w.axis.name)
+    mine = here == w.axis.extremum(here, is_max)
+    return attaining(is_max, axes, x, here) & jnp.expand_dims(mine, axes)
 
 
 def attaining(is_max: bool, axes: tuple[int, ...], x: Any, extremum: Any) -> Any:
