@@ -181,7 +181,7 @@ def measure(name: str, loss: Loss, args: Any, rounds: int) -> dict[str, Any]:
 def main() -> None:
     """Prints the tables, and writes the JSON if asked to."""
     args = record.make_parser(__doc__).parse_args()
-    rows, width, rounds = (64, 8, 1) if args.quick else (4096, 64, 1)
+    rows, width, rounds = (64, 8, 1) if args.quick else (4096, 64, 5)
     results = [
         measure(name, loss, operands, rounds)
         for name, (loss, *operands) in cases(rows, width).items()
