@@ -29,7 +29,7 @@ K = 8
 UNDIVIDED, OURS, ALONE = any_loss.UNDIVIDED, peers.OURS, "each by itself"
 TIMED = "a ResNet"
 # LLVM, which takes most of the time to compile, comes after the bytes are known.
-UNTIMED = {"xla_backend_optimization_level": 0}
+UNTIMED: dict[str, Any] = {"xla_backend_optimization_level": 0}
 
 Loss = Callable[[Any, Any], jax.Array]
 
@@ -157,7 +157,7 @@ def measure(name: str, loss: Loss, args: Any, rounds: int) -> dict[str, Any]:
         ALONE: alone(loss),
         OURS: ga.value_and_grad(loss, K),
     }
-    options = None if name.startswith(TIMED) else UNTIMED
+    options = {} if name.startswith(TIMED) else UNTIMED
     programs = {
         way: jax.jit(gradient).lower(*args).compile(options)
         for way, gradient in ways.items()
