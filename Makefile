@@ -23,7 +23,6 @@ fuzz: export HYPOTHESIS_PROFILE = fuzz
 fuzz: MARKED := -m fuzz
 fuzz: pytest
 	$(BIN)/python tests/whole_random.py 2000
-	$(BIN)/python tests/whole_moves.py 2000
 
 pytest: $(VENV)/ready
 	@$(BIN)/python tests/versions.py
@@ -56,7 +55,7 @@ oldest:
 	  tests/test_accumulator.py tests/test_data.py tests/test_multi_steps_*.py tests/test_refused.py
 	.venv-oldest/bin/python -m pytest -n $(WORKERS) -W default -m quick \
 	  -W "error:The gradient is computed of all rows" \
-	  tests/test_law.py tests/test_law_[ot]*.py tests/test_microbatch.py tests/test_rowwise.py
+	  tests/test_law.py tests/test_law_told.py tests/test_microbatch.py tests/test_rowwise.py
 # The newest pre-release of jax that the package index has.
 next:
 	$(MAKE) VENV=.venv-next .venv-next/ready

@@ -142,6 +142,31 @@ def draw_memory(result: dict[str, Any]) -> Any:
     return figure
 
 
+def draw_gain(result: dict[str, Any]) -> Any:
+    """Draws the memory of a step as bars: undivided, and in k micro-batches."""
+    undivided, *rows = result["results"]
+    in_pieces = next((row for row in rows if row["k"] == 16), rows[-1])
+    ways = {
+        way: in_pieces["mb"][way]
+        for way in (
+            *(peers.MULTI_STEPS, peers.MICROBATCHING, peers.SCAN),
+            *(peers.OURS_LOOP, peers.OURS),
+        )
+    }
+    names = ["the undivided batch", *(NAMES.get(way, way) for way in ways)]
+    values = [undivided["mb"][peers.SCAN], *ways.values()]
+    colors = [GREY, *[BROWN] * 3, *[BLUE] * 2]
+    figure, ax = _panels(1, height=2.4)
+    bars = ax.barh(names, values, color=colors, hatch=["", *["//"] * 3, "", ""])
+    ax.bar_label(bars, [f"{value:,.0f} MB" for value in values], padding=4)
+    ax.invert_yaxis()
+    ax.grid(visible=False)
+    ax.set_xlim(0, 1.25 * max(values))
+    ax.xaxis.set_visible(False)
+    ax.spines["bottom"].set_visible(False)
+    return figure
+
+
 def draw_collectives(result: dict[str, Any]) -> Any:
     """Draws the bytes that cross the network in a window, against k."""
     rows = result["results"]
@@ -257,6 +282,7 @@ def _ticks(axis: Any, values: Any) -> None:
 PICTURES = {
     "micro_step": ("sweep.json", draw_micro_step),
     "memory": ("memory.json", draw_memory),
+    "gain": ("memory.json", draw_gain),
     "collectives": ("collectives.json", draw_collectives),
     "accelerators": ("accelerators.json", draw_accelerators),
     "any_loss": ("any_loss.json", draw_any_loss),

@@ -38,6 +38,7 @@ COMMANDS: dict[str, list[str]] = {
     "sweep.json": ["sweep.py"],
     "window.json": ["window.py"],
     "any_loss.json": ["any_loss.py"],
+    "price.json": ["price.py"],
     "head.json": ["head.py"],
 }
 

@@ -32,6 +32,7 @@ extensions = [
     "sphinx_copybutton",
     "benchmark_table",
     "lines_of_code",
+    "search_sections",
 ]
 exclude_patterns = ["_build", "_ext", "**.ipynb_checkpoints"]
 html_theme = "furo"
@@ -39,6 +40,7 @@ html_title = f"{project} {release}"
 html_favicon = "_static/favicon.svg"
 html_static_path = ["_static"]
 html_css_files = ["tables.css"]
+html_search_scorer = str(HERE / "_ext" / "search_scorer.js")
 html_copy_source = False
 html_show_sphinx = False
 pygments_style, pygments_dark_style = "friendly", "monokai"

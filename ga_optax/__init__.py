@@ -1,9 +1,10 @@
 """Gradient accumulation for JAX and Optax: exact, fast, one gradient buffer.
 
 In one call, over the whole batch: `value_and_grad` is JAX's, for any loss, in the
-    memory of a micro-batch; `microbatch` does the same for any function. Where rows
-    depend on one another, and the cost: `batch_dependencies`. To promise that rows of
-    opaque code are independent: `rowwise`.
+    memory of a micro-batch and of what rows need of one another; `microbatch` does the
+    same for any function. Where rows depend on one another, and the cost:
+    `batch_dependencies`. To promise that rows of opaque code are independent:
+    `rowwise`.
 Separate micro-batches, some in a call: `accumulate`.
 Accumulation across calls, in a host loop or inside `optax.chain`:
     `MultiSteps`, `apply_gradients`, `flush`, `has_updated`, `stats`, `from_optax`,

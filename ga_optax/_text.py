@@ -1,14 +1,17 @@
 """Formats tables and paragraphs, and warns at the line of the user's code."""
 
+import math
 import os
 import re
 import sys
 import textwrap
 import traceback
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
+import numpy as np
 
 WIDTH = 88
 
@@ -50,6 +53,39 @@ def listed(names: Sequence[object], most: int = 8) -> str:
     """The first names in words, and the number of further names."""
     shown = ", ".join(repr(name) for name in names[:most])
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def record(name: str, fields: Mapping[str, Any]) -> str:
+    """A record in a few lines: numbers as they are, trees by their arrays and bytes."""
+    fields = {
+        field: x for field, x in fields.items() if not isinstance(x, tuple | dict) or x
+    }
+    texts = [f"{field}={_short(x)}" for field, x in fields.items()]
+    line = f"{name}({', '.join(texts)})"
+    if len(line) <= WIDTH:
+        return line
+    unbroken = [text.replace(" ", "\0") for text in texts]  # wrap breaks at spaces
+    lines = wrap(" " * 4 + ", ".join(unbroken) + ",")
+    return "\n".join([f"{name}(", *lines, ")"]).replace("\0", " ")
+
+
+def _short(x: Any) -> str:
+    leaves = jax.tree.leaves(x)
+    are_arrays = all(
+        hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves
+    )
+    if not (leaves and are_arrays):
+        return repr(x)
+    if leaves[0] is x and math.prod(x.shape) <= 8:
+        is_here = isinstance(x, jax.Array | np.ndarray | np.generic)
+        is_here = is_here and not isinstance(x, jax.core.Tracer)
+        if is_here and getattr(x, "is_fully_addressable", True):
+            is_deleted = isinstance(x, jax.Array) and x.is_deleted()
+            return "<deleted>" if is_deleted else str(np.asarray(x).tolist())
+        return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+    nbytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    number = "1 array" if len(leaves) == 1 else f"{len(leaves)} arrays"
+    return f"<{number}, {nbytes:,} bytes>"
 
 
 def ruled(rows: Sequence[Sequence[str]], left: Iterable[int] = ()) -> list[str]:

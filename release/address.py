@@ -136,6 +136,7 @@ def stamped_citation(text: str, release: Release) -> str:
 def install_cell(extras: str, others: str, release: Release) -> str:
     """The cell that installs the package, where it is not installed, and other ones."""
     find = ["import importlib.util"]
+    first = "# Run this cell first: it installs what is missing, and does nothing else."
     what, choose = f"ga-optax{extras} @ git+{release.address}", []
     if not release.address:
         find = ["import glob", *find]
@@ -146,7 +147,7 @@ def install_cell(extras: str, others: str, release: Release) -> str:
         ]
     test = 'if importlib.util.find_spec("ga_optax") is None:'
     command = f'    %pip install -q "{what}"{others}'
-    return "\n".join([*find, "", test, *choose, command])
+    return "\n".join([first, *find, "", test, *choose, command])
 
 
 def stamped_notebook(text: str, name: str, release: Release) -> str:

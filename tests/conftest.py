@@ -51,11 +51,7 @@ def fast_compilation():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Marks the property tests for `make fuzz`, and the rest of each grid.
-
-    What is `cpu` is skipped on other backends. Of the cases of `grid(n, m)` n have no
-    mark, and up to m are slow at most.
-    """
+    """Marks the property tests for `make fuzz`, and the rest of each grid."""
     grids = {}
     elsewhere = pytest.mark.skip(reason="holds of CPUs")
     for item in items:

@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import math
 import os
+import re
 import subprocess
 import sys
 from unittest import mock
@@ -35,10 +36,7 @@ def bits(tree):
 
 
 def off(got, want):
-    """The largest difference, of the largest number of its leaf.
-
-    Shapes, dtypes, integers and what is not finite are equal, or it is infinite.
-    """
+    """The largest difference, in parts of the largest number of its leaf."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     assert jax.tree.leaves(want)  # nothing equals nothing
     return max(map(_off, jax.tree.leaves(got), jax.tree.leaves(want)))
@@ -96,10 +94,7 @@ def put(tree, mesh, specs):
 
 
 def mean_of(fun, num_microbatches=1, *, accumulator_dtype=jnp.float32, **options):
-    """Value and mean gradient of micro-batches, each by itself.
-
-    The options are those of `ga.accumulate`, which takes them all in one call.
-    """
+    """Value and mean gradient of micro-batches, each by itself, by `ga.accumulate`."""
     step = ga.accumulate(fun, num_microbatches, **options)
     argnums = options.get("argnums", 0)
 
@@ -215,6 +210,26 @@ def ruled(back, fun=lambda x: x):
     return with_rule(fun, lambda _, ct: (back(ct),), saves=lambda x: None)
 
 
+KINDS = {"V": ValueError, "T": TypeError, "A": AttributeError, "E": AssertionError}
+
+
+def refusals(table):
+    """The rows `code -> V parts | of the message` of a table, an error each."""
+    rows = re.sub(r"\n +", " ", table).splitlines()
+    pairs = (row.split(" -> ", 1) for row in rows if " -> " in row)
+    return [(code, KINDS[said[0]], said[2:]) for code, said in pairs]
+
+
+def says(call, error, parts):
+    """A call raises such an error, whose message has these parts in their order."""
+    with pytest.raises(error) as raised:
+        call()
+    message, at = " ".join(str(raised.value).split()), 0
+    for part in parts.split(" | "):
+        assert part in message[at:], message
+        at = message.index(part, at)
+
+
 def times_rate():
     """An optimizer that returns minus the gradient times the extra argument `rate`."""
 
@@ -281,10 +296,7 @@ def load(path):
 
 
 def search(doc, outcome):
-    """Runs a script by as many seeds as its arguments say.
-
-    `outcome(seed)` says of which kind it is, and what is wrong with it, if anything.
-    """
+    """Runs a script by many seeds; `outcome(seed)` is its kind, and what is wrong."""
     parser = argparse.ArgumentParser(description=doc.partition("\n")[0])
     parser.add_argument("number", type=int)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
@@ -330,10 +342,7 @@ def nbytes(tree):
 
 
 def products(fun, *args):
-    """How often a program multiplies matrices, and how often bfloat16 gives float32.
-
-    Loops count as often as they run, and of branches the one with the most.
-    """
+    """How often a program multiplies matrices, and how often bfloat16 gives float32."""
 
     def count(jaxpr):
         found = np.zeros(2, int)

@@ -30,25 +30,5 @@ def sum_error_bound(grads, weights, eps):
     return 2 * (len(grads) + 1) * eps * terms / max(sum(weights), 1e-300)
 
 
-class Adam:
-    """Adam with a schedule, one leaf, Kingma & Ba 2015, algorithm 1."""
-
-    def __init__(self, p, schedule, b1=0.9, b2=0.999, eps=1e-8):
-        self.p = np.asarray(p, np.float64)
-        self.m = np.zeros_like(self.p)
-        self.v = np.zeros_like(self.p)
-        self.t, self.schedule, self.b1, self.b2, self.eps = 0, schedule, b1, b2, eps
-
-    def step(self, g):
-        """One update with the gradient g."""
-        rate = self.schedule(self.t)
-        self.t += 1
-        self.m = self.b1 * self.m + (1 - self.b1) * g
-        self.v = self.b2 * self.v + (1 - self.b2) * g**2
-        m = self.m / (1 - self.b1**self.t)
-        v = self.v / (1 - self.b2**self.t)
-        self.p = self.p - rate * m / (np.sqrt(v) + self.eps)
-
-
 def _wide(g):
     return np.complex128 if np.iscomplexobj(g) else np.float64

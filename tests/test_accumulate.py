@@ -1,13 +1,15 @@
 """Micro-batches, each by itself: `accumulate`, whose groupings have the same bits."""
 
+import functools
+
 import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import in_calls, integers, mean_of, ruled, squares
+from helpers import in_calls, integers, mean_of, ruled
 from jax.custom_derivatives import linear_call
-from test_microbatch import MODELS, OPTIMIZE, WIDTH, _layer, _normal, _wide, make_batch
+from test_microbatch import MODELS, OPTIMIZE, WIDTH, _layer, _normal, make_batch
 
 import ga_optax as ga
 from ga_optax._passes import known
@@ -31,9 +33,6 @@ def test_what_an_empty_accumulator_holds_is_never_read(options):
     assert_same_bits(a, b)
 
 
-# -- Weights ---------------------------------------------------------------------------
-
-
 def masked(params, batch):
     h, _ = jax.lax.scan(jax.checkpoint(_layer), batch["x"], params["layers"])
     loss = jnp.square(h @ params["out"])[:, 0] * batch["mask"]
@@ -49,22 +48,6 @@ def token_batch(counts, size=512):
     for row, count in zip(mask, counts, strict=True):
         row[:count] = 1
     return {"x": _normal(3, mask.size, WIDTH), "mask": mask.reshape(-1)}
-
-
-@pytest.mark.slow
-@pytest.mark.grid(1)
-@pytest.mark.parametrize("optimize", OPTIMIZE)
-def test_token_counts_as_weights_give_the_undivided_gradient(optimize):
-    _, params = MODELS["rematerialised"]
-    batch = token_batch([1, 512, 37, 200])
-    with jax.enable_x64(True):
-        params, batch = jax.tree.map(_wide, (params, batch))
-        expected = jax.jit(jax.value_and_grad(masked))(params, batch)
-        weighted = mean_of(masked, 4, weight_fn=tokens, optimize=optimize)
-        assert helpers.off(jax.jit(weighted)(params, batch), expected) < 1e-12
-        means = jax.jit(mean_of(masked, 4, optimize=optimize))(params, batch)
-        # One token weighs as much as 512 of them in the mean of means.
-        assert helpers.off(means[1], expected[1]) > 0.05
 
 
 @pytest.mark.slow
@@ -135,90 +118,42 @@ def test_weights_that_count_tokens_do_not_overflow_what_is_narrow(fun, dtype):
     assert float(grad) == 32.0
 
 
-# -- Custom rules ----------------------------------------------------------------------
-
-DEEDS = {
-    "nothing": lambda g: g,
-    "clips": lambda g: jnp.clip(g, -1e-3, 1e-3),
-    "prints": lambda g: (jax.debug.callback(lambda _: None, jnp.sum(g)), g)[1],
-    "calls": lambda g: jax.pure_callback(
-        lambda x: np.asarray(2 * x), g, g, vmap_method="sequential"
-    ),
-    "sums": lambda g: jax.lax.psum(g, "i"),
-}
+clipped = ruled(lambda g: jnp.clip(g, -1e-3, 1e-3))
+prints = ruled(lambda g: (jax.debug.callback(lambda _: None, jnp.sum(g)), g)[1])
+doubled = jax.custom_jvp(lambda h: h)
+doubled.defjvp(lambda h, t: (h[0], 2 * t[0]))
+transposed = functools.partial(linear_call, lambda _, h: h, lambda _, g: jnp.sin(g), ())
 
 
-def with_vjp(there, back):
-    return ruled(back, there)
-
-
-def with_jvp(there, back):
-    rule = jax.custom_jvp(there)
-    rule.defjvp(lambda h, t: (there(h[0]), 2 * t[0]))
-    return rule
-
-
-def with_transpose(there, back):
-    return lambda h: linear_call(lambda _, h: h, lambda _, g: back(g), (), h)
-
-
-def off_by(make, there, back, scans, weighted):
-    """How far a window is from one gradient after another, in units of the bound."""
-    rule, k = make(DEEDS[there], DEEDS[back]), 4
-    weights = np.float32([1, 100, 3, 7] if weighted else [1] * k)
+@pytest.mark.grid(2, 4)
+@pytest.mark.parametrize("rule", [clipped, prints, doubled, transposed], ids=range(4))
+def test_a_rule_does_in_a_window_what_it_does_for_each_micro_batch(rule, monkeypatch):
+    """In layers that are scanned, of micro-batches with weights."""
+    k, weights = 4, np.float32([1, 100, 3, 7])
     w, x = _normal(0, 3, 4, 4) / 2, _normal(1, 2 * k, 4)
 
     def fun(w, x, _):
-        if scans:
-            h, _ = jax.lax.scan(lambda h, w: (rule(jnp.tanh(h @ w)), None), x, w)
-            return jnp.mean(h**2)
-        return jnp.mean(rule(x @ w[0]))
+        h, _ = jax.lax.scan(lambda h, w: (rule(jnp.tanh(h @ w)), None), x, w)
+        return jnp.mean(rule(h) ** 2)
 
-    def over(gradient, *args):
-        if "sums" not in (there, back):
-            return jax.jit(gradient)(*args)
-        both = jax.tree.map(lambda x: jnp.stack([x, x]), args)
-        out = jax.jit(jax.vmap(gradient, axis_name="i"))(*both)
-        return jax.tree.map(lambda g: g[0], out)
-
-    parts = [over(jax.grad(fun), w, x[2 * i : 2 * i + 2], 0.0) for i in range(k)]
+    of_one = jax.jit(jax.grad(fun))
+    parts = [of_one(w, x[2 * i : 2 * i + 2], 0.0) for i in range(k)]
     parts = np.asarray(parts, np.float64)
     due = np.average(parts, axis=0, weights=weights)
     terms = np.average(np.abs(parts), axis=0, weights=weights)
-    options = {"weight_fn": lambda x, weight: weight[0]} if weighted else {}
-    step = mean_of(fun, k, batch_argnums=(1, 2), **options)
-    got = over(step, w, x, np.repeat(weights, 2))[1]
     # Three layers of products and the sum over micro-batches, in any order.
     bound = 64 * np.finfo(np.float32).eps * np.maximum(terms, 1e-3 * np.max(terms))
-    jax.effects_barrier()
-    return np.max(np.abs(got - due) / bound)
 
+    def off():
+        how = {"batch_argnums": (1, 2), "weight_fn": lambda x, weight: weight[0]}
+        got = jax.jit(mean_of(fun, k, **how))(w, x, np.repeat(weights, 2))[1]
+        jax.effects_barrier()
+        return np.max(np.abs(got - due) / bound)
 
-CLIPS = with_transpose, "nothing", "clips", False, True
-
-
-@pytest.mark.grid(3, 8)
-@pytest.mark.parametrize(
-    "how",  # what makes it, what it does there and back, whether in a scan and weighted
-    [
-        (with_vjp, "nothing", "clips", True, True),
-        (with_vjp, "calls", "prints", False, True),
-        (with_vjp, "sums", "sums", True, False),
-        (with_vjp, "prints", "calls", True, True),
-        (with_jvp, "calls", "nothing", True, True),
-        (with_jvp, "sums", "nothing", False, True),
-        (with_transpose, "nothing", "clips", True, False),
-        CLIPS,
-    ],
-)
-def test_a_rule_does_in_a_window_what_it_does_for_each_micro_batch(how, monkeypatch):
-    assert off_by(*how) <= 1
-    if how == CLIPS:  # the twin: a weight goes through what clips
+    assert off() <= 1
+    if rule is clipped:  # the twin: a weight goes through what clips
         monkeypatch.setattr(known, "side_effects", lambda jaxpr: known.SideEffects())
-        assert off_by(*how) > 1
-
-
-# -- Keys and carry --------------------------------------------------------------------
+        assert off() > 1
 
 
 def dropped_out(w, x, rngs):
@@ -242,9 +177,7 @@ def test_micro_batches_see_keys_of_their_own_in_any_number_of_calls(make_key):
     assert_same_bits(ga.accumulator.mean(acc), grads)
 
 
-@pytest.mark.parametrize("has_aux", [False, True])
-@pytest.mark.parametrize("as_tuple", [False, True])
-def test_statistics_thread_through_micro_batches_in_order(as_tuple, has_aux):
+def test_statistics_thread_through_micro_batches_in_order():
     """And on through calls."""
     x, w = _normal(0, 8, WIDTH), _normal(1, WIDTH)
 
@@ -253,38 +186,29 @@ def test_statistics_thread_through_micro_batches_in_order(as_tuple, has_aux):
         return {"mean": mean, "steps": stats["steps"] + 1}
 
     def fun(w, stats, x):
-        new = (of(stats, x),) if as_tuple else of(stats, x)
         loss = jnp.mean((x - jnp.broadcast_to(x.mean(0), x.shape)) @ w)
-        return loss, (new, jnp.max(x)) if has_aux else new
+        return loss, ((of(stats, x),), jnp.max(x))
 
-    options = {"batch_argnums": 2, "carry_argnums": (1,) if as_tuple else 1}
-    options |= {"has_aux": True, "aux": "last"} if has_aux else {}
+    options = {"batch_argnums": 2, "carry_argnums": (1,), "has_aux": True}
+    options |= {"aux": "last"}
     add, acc = jax.jit(ga.accumulate(fun, 2, **options)), ga.accumulator.init(w)
     start = {"mean": jnp.zeros(WIDTH), "steps": jnp.int32(0)}
 
     def threaded(x):
         carry = start
         for part in jnp.split(x, 2):
-            (_, carry), _ = add(acc, w, carry, part)
-            if has_aux:
-                carry, aux = carry
-                assert float(aux) == part[2:].max()
-            carry = carry[0] if as_tuple else carry
+            (_, ((carry,), aux)), _ = add(acc, w, carry, part)
+            assert float(aux) == part[2:].max()
         return carry
 
     expected, one = start, jax.jit(fun)  # the same program, for the same bits
     for part in jnp.split(x, 4):
-        new = one(w, expected, part)[1]
-        new = new[0] if has_aux else new
-        expected = new[0] if as_tuple else new
+        _, ((expected,), _) = one(w, expected, part)
     assert_same_bits(threaded(x), expected)
     assert int(expected["steps"]) == 4
     # The twin: in another order they differ.
     reverse = threaded(x[::-1].copy())
     assert helpers.off(reverse["mean"], expected["mean"]) > 1e-3
-
-
-# -- Aux -------------------------------------------------------------------------------
 
 
 def with_aux(w, x):
@@ -297,12 +221,11 @@ def with_aux(w, x):
     }
 
 
-@pytest.mark.grid(1)
-@pytest.mark.parametrize("weight_fn", [None, lambda x, aux: positive(x)])
+@pytest.mark.parametrize("weight_fn", [None, lambda x, aux: jnp.sum(x[:, 0] ** 2)])
 def test_aux_is_put_together_as_asked_leaf_by_leaf(weight_fn):
     x, w = integers(8, WIDTH), integers(WIDTH, seed=1)
     micro = x.reshape(4, 2, WIDTH)
-    weights = np.array([float(positive(m)) if weight_fn else 1.0 for m in micro])
+    weights = np.array([(m[:, 0] ** 2).sum() if weight_fn else 1.0 for m in micro])
     modes = {"rows": "sum", "positive": "mean", "any": "sum", "top": "last"}
     modes["parts"] = "mean", "stack"
     options = {"has_aux": True, "weight_fn": weight_fn}
@@ -349,23 +272,6 @@ def test_rows_of_different_examples_are_not_added_up(mode):
     assert_same_bits(parts["scores"], (x @ w).reshape(4, 4))
 
 
-def test_fun_is_traced_again_only_if_a_leaf_may_have_rows():
-    traces = []
-
-    def fun(w, x):
-        traces.append(x.shape)
-        return jnp.mean(x @ w), x.mean(0)
-
-    def traced(aux):
-        traces.clear()
-        step = mean_of(fun, 4, has_aux=True, aux=aux)
-        jax.eval_shape(step, integers(4), integers(16, 4))
-        return traces
-
-    assert traced("last") == traced("stack") == [(4, 4)]
-    assert traced("mean") == [(4, 4), (8, 4)]
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("dtype", "due"),
@@ -379,9 +285,6 @@ def test_a_sum_keeps_a_floating_dtype_and_is_added_up_in_float32(dtype, due):
     (_, total), _ = step(jnp.float32(1), jnp.ones(1024))
     assert total.dtype == due
     assert float(total) == 1024  # bfloat16 alone would stop at 256
-
-
-# -- The weight from the aux -----------------------------------------------------------
 
 
 def token_losses(w, batch):
@@ -414,9 +317,6 @@ def test_the_weight_of_the_aux_is_that_of_the_batch_bit_for_bit():
     # The twin: without weights it is another gradient.
     del options["weight_fn"]
     assert np.any(np.asarray(run(None, roots=1)[1]) != np.asarray(expected[1]))
-
-
-# -- Windows that are not full ---------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -455,29 +355,3 @@ def test_only_the_real_micro_batches_count(weight_fn, optimize):
     assert len(traces) == 1
     (value, aux), grads = step(np.int32(0), layers, np.full_like(rows, np.nan))
     assert float(value) == float(aux["rows"]) == float(jnp.sum(jnp.abs(grads))) == 0
-
-
-def test_a_padded_call_goes_on_with_an_accumulator():
-    w, x = _normal(0, WIDTH, WIDTH), _normal(1, 8, WIDTH)
-
-    def add(number, acc, x):
-        return ga.accumulate(squares, 4, num_real_microbatches=number)(acc, w, x)[1]
-
-    acc = jax.jit(add)(np.int32(3), ga.accumulator.init(w), x)
-    assert int(acc.count) == float(acc.weight) == 3
-    other = jax.jit(ga.accumulate(squares, 3))(ga.accumulator.init(w), w, x[:6])[1]
-    assert_same_bits(acc, other)
-
-
-def test_a_value_can_be_differentiated_twice():
-    """Before 0.12 JAX forgets rules in loops, as that of a term that is rounded."""
-    w, x = _normal(0, WIDTH, 2), _normal(1, 8, WIDTH)
-
-    def whole(w):
-        return jnp.sin(squares(w, x))
-
-    def parts(w):
-        return jnp.sin(ga.accumulate(squares, 4)(ga.accumulator.init(w), w, x)[0])
-
-    got, due = (jax.jit(jax.jacrev(jax.jacrev(f)))(w) for f in (parts, whole))
-    assert helpers.off(got, due) < 1e-5

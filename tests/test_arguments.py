@@ -14,7 +14,6 @@ from helpers import (
     mesh_of,
     normal,
     off,
-    plain_scan,
     put,
     squares,
     temporaries,
@@ -120,26 +119,6 @@ def test_any_axis_may_lie_on_devices_and_no_row_moves(kind, sync):
     assert off(got, due) <= 4 * ROWS * EPS
 
 
-@pytest.mark.exhaustive
-def test_a_second_call_outside_of_jit_warns_once():
-    step = ga.value_and_grad(lambda w, x: jnp.mean(x @ w), K)
-    jitted = jax.jit(step)
-    for _ in range(2):
-        jitted(W, X)  # a warning would be an error
-        jax.jit(jax.vmap(step, in_axes=(None, 0)))(W, X[None])
-    step(W, X)
-    with pytest.warns(UserWarning, match="outside of jax.jit again"):
-        step(W, X)
-    step(W, X)
-    with jax.disable_jit():
-        again = ga.value_and_grad(lambda w, x: jnp.mean(x @ w), 2)
-        again(W, X)
-        again(W, X)
-
-
-# -- Forms -----------------------------------------------------------------------------
-
-
 def test_argnums_batch_argnums_and_keywords_are_those_of_jax():
     def fun(inputs, w, flag, b, targets, *, scale, power=1):
         assert flag == "yes"
@@ -172,15 +151,6 @@ def test_a_role_by_keyword_may_come_by_position():
     assert bits(by_number(W, X, key=key)) == bits(expected)
     # The twin: another key.
     assert np.any(by_name(W, X, jax.random.key(1))[1] != expected[1])
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("axes", [(0,), [0], 0])
-def test_axes_of_one_batch_argument_may_be_a_sequence_of_one(axes):
-    expected = jax.jit(ga.value_and_grad(squares, K))(W, X)
-    for fun, batch in ((squares, X), (lambda w, b: squares(w, b[0]), (X,))):
-        step = jax.jit(ga.value_and_grad(fun, K, batch_axes=axes))
-        assert bits(step(W, batch)) == bits(expected)
 
 
 @st.composite
@@ -219,9 +189,6 @@ def test_arguments_may_come_in_any_form(drawn):
     assert off((value, ga.accumulator.mean(acc)), due) <= 64 * EPS
     step = ga.value_and_grad(fun, K, batch_axes=axes, **how)
     assert off(step(*args, **kwargs), due) <= 64 * EPS
-
-
-# -- Kinds of losses and parameters ----------------------------------------------------
 
 
 def complex_loss(w, x):
@@ -271,16 +238,6 @@ def test_with_allow_int_what_has_no_gradient_has_that_of_jax(k, argnums):
             assert off(a, b) <= 64 * EPS
 
 
-def test_with_allow_int_a_long_parameter_is_no_batch():
-    def fun(params, x):
-        return jnp.mean((x * params["w"][params["n"][0]]) ** 2)
-
-    params = {"w": normal(9), "n": jnp.arange(64)}
-    got = ga.value_and_grad(fun, K, allow_int=True)(params, Y)  # a warning is an error
-    due = jax.value_and_grad(fun, allow_int=True)(params, Y)
-    assert off((got[0], got[1]["w"]), (due[0], due[1]["w"])) <= 64 * EPS
-
-
 def test_with_allow_int_specs_may_name_integers():
     def fun(params, x):
         return jnp.mean((x @ (params["w"] * params["n"].astype(x.dtype))) ** 2)
@@ -294,8 +251,6 @@ def test_with_allow_int_specs_may_name_integers():
     assert off((value, grads["w"]), (due, slope["w"])) <= 64 * EPS
     assert grads["n"].dtype == slope["n"].dtype
 
-
-# -- Which leaves have rows ------------------------------------------------------------
 
 SMALL = {
     "raw key": jax.random.PRNGKey(3),
@@ -363,9 +318,6 @@ def test_on_devices_the_rows_are_those_of_most_of_its_bytes(make):
         assert off(step(W, batch, X), due) <= 64 * EPS
 
 
-# -- Sizes -----------------------------------------------------------------------------
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("make", [ga.value_and_grad, ga.microbatch])
@@ -398,14 +350,6 @@ def test_with_a_data_axis_it_counts_rows_of_one_device(fun):
         run(microbatch_size=3)
 
 
-def test_batch_dependencies_takes_it():
-    found = ga.batch_dependencies(root, microbatch_size=8, residual_bytes=0)(W, X)
-    assert str(found) == str(ga.batch_dependencies(root, 2, residual_bytes=0)(W, X))
-
-
-# -- One micro-batch -------------------------------------------------------------------
-
-
 def deep(params, x):
     def layer(h, w):
         return h + jnp.tanh(h @ w), None
@@ -436,23 +380,6 @@ def test_one_micro_batch_has_the_bits_and_temporaries_of_value_and_grad(dtype):
     assert bits(ours(*args)) == bits(plain(*args))
 
 
-@pytest.mark.slow
-@pytest.mark.grid(1, 2)
-@pytest.mark.parametrize("optimize", [True, False])
-def test_in_their_own_dtype_bfloat16_gradients_take_no_more_than_a_plain_scan(optimize):
-    types = shapes(jnp.bfloat16)
-
-    def ours(dtype):
-        how = {"accumulator_dtype": dtype, "optimize": optimize}
-        return temporaries(jax.jit(ga.value_and_grad(deep, K, **how)), *types)
-
-    assert ours(None) <= 1.01 * temporaries(jax.jit(plain_scan(deep, K)), *types)
-    assert ours(jnp.float32) > ours(None)  # the twin
-
-
-# -- Export ----------------------------------------------------------------------------
-
-
 def in_turn(w, x):
     def body(state, row):
         return jnp.tanh(state + row @ w), state.sum()
@@ -469,11 +396,6 @@ def contrastive(w, x):
 
 def of_microbatch(fun, k):
     return jax.value_and_grad(ga.microbatch(fun, k))
-
-
-def turned(w, x):
-    h = jnp.tanh(x @ w)
-    return jnp.mean((h * jnp.roll(h, 1, 0) - h[::-1]) ** 2)
 
 
 def exported(fun, rows, columns=None, make=ga.value_and_grad, **options):
@@ -496,7 +418,6 @@ def exported(fun, rows, columns=None, make=ga.value_and_grad, **options):
         (contrastive, None, "d", {}),
         (in_turn, "4*b", None, {}),  # whole, and whether that is much is no number
         (in_turn, "4*b", None, {"make": ga.microbatch}),
-        (turned, "4*b", None, {}),
         (contrastive, "4*b", None, {"make": of_microbatch}),
     ],
 )

@@ -34,8 +34,6 @@ def only(*lines, mesh=None, before=""):
     return found
 
 
-# -- What a collective looks like ------------------------------------------------------
-
 KINDS = {
     "all-reduce": "replica_groups={{0,1}}, to_apply=%add",
     "all-gather": "replica_groups={{0,1}}, dimensions={0}",
@@ -156,8 +154,6 @@ def test_the_parts_of_a_tpus_asynchronous_collective_count_once():
     assert [c.name for c in audit.collectives] == ["start.g", "other.g"]
     assert audit.total_bytes == 2 * 32
 
-
-# -- How often -------------------------------------------------------------------------
 
 LOOP = """\
 %body (t: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
@@ -312,21 +308,6 @@ def test_a_compiled_program_is_read_as_it_runs(inside):
     assert [part for part in due if part not in str(audit)] == []
 
 
-def test_who_passed_data_axis_is_not_told_to_pass_it():
-    mesh = mesh_of(8)
-
-    def page(**options):
-        args = put((jnp.ones((8, 8)), jnp.ones((32, 8))), mesh, P("data"))
-        step = jax.jit(ga.value_and_grad(squares, 4, **options))
-        return " ".join(str(ga.audit(step.lower(*args).compile(), mesh)).split())
-
-    found = page(data_axis=ga.DataAxis("data", param_specs=P("data")))
-    assert "move data between devices" in found
-    assert "data_axis=" not in found
-    # The twin: without it, the parameters are gathered and the gradients reduced.
-    assert "data_axis=" in page()
-
-
 def test_an_argument_that_every_device_gathers_is_named():
     """What is no parameter, and comes to the call from a function inside."""
     mesh = mesh_of(8)
@@ -347,16 +328,3 @@ def test_an_argument_that_every_device_gathers_is_named():
     assert "gathers all of" not in page(
         jax.jit(lambda w, x, base: step(w, x, constrain(base)))
     )
-
-
-NO_HLO = ["", "hello", "module @jit_f { func.func }"]
-
-
-@pytest.mark.parametrize("wrong", [None, 3, jax.jit(lambda x: x).lower(1.0), *NO_HLO])
-def test_what_is_not_compiled_says_how_to_and_text_that_is_no_hlo_what_to_pass(wrong):
-    text = isinstance(wrong, str)
-    due = (
-        "optimised HLO module with an ENTRY" if text else r"lower\(\*args\)\.compile\("
-    )
-    with pytest.raises(ValueError if text else TypeError, match=due):
-        ga.audit(wrong)

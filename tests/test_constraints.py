@@ -66,23 +66,6 @@ def test_a_constraint_over_the_whole_mesh_changes_nothing(spec, where):
     check(BOTH, spec, where)
 
 
-@pytest.mark.grid(5)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"weight_fn": len},
-        {"optimize": False},
-        {"option": {"grad_specs": P("data")}},
-        {"weight_fn": len, "option": {"logical_devices": 4}},
-        {"option": {"sync": "each"}},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("mesh", [ALONE, BOTH], ids=lambda mesh: mesh.size)
-def test_it_changes_nothing_with_any_other_option(mesh, options):
-    check(mesh, P("data"), **options)
-
-
 def test_what_it_asks_of_other_axes_stays():
     """The twin: with no constraint the other axis has nothing to do."""
 

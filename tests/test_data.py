@@ -85,22 +85,6 @@ def far_windows(draw, steps):
     return [tuple(np.ravel(draw(KEY, step, 12, 4, 1))) for step in steps]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("draw", BOTH)
-def test_a_step_of_2_to_the_31_and_beyond_works(draw):
-    steps = [2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1]
-    plain = far_windows(draw, steps)
-    assert len(set(plain)) == 4
-    assert far_windows(draw, map(np.uint32, steps)) == plain
-    assert far_windows(draw, map(np.int64, steps)) == plain
-    jitted = jax.jit(draw, static_argnums=(2, 3, 4))
-    assert far_windows(jitted, map(jnp.uint32, steps)) == plain
-    with jax.enable_x64(True):
-        assert far_windows(draw, steps) == plain
-        assert far_windows(jitted, map(jnp.int64, steps)) == plain
-        assert far_windows(jitted, map(jnp.uint64, steps)) == plain
-
-
 def test_an_epoch_beyond_2_to_the_31_sees_every_example_once():
     first = (2**31 + 2) // 3 * 3  # an epoch has three steps
     epoch = far_windows(epoch_indices, range(first, first + 3))

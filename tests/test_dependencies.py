@@ -1,6 +1,5 @@
 """`batch_dependencies`: what each loop computes, of which lines, and what it leaves."""
 
-import helpers
 import jax
 import jax.numpy as jnp
 import pytest
@@ -122,11 +121,6 @@ def test_a_plan_says_what_a_micro_batch_holds_of_each_value():
         assert found[where, "sort"] == f"{holds} of float32[{D},{N}]"
 
 
-def test_on_a_mesh_values_are_those_of_the_whole_batch():
-    axis = ga.DataAxis("data", mesh=helpers.mesh_of(2))
-    assert layouts(root, k=2, data_axis=axis) == layouts(root)
-
-
 def test_cotangents_go_through_no_stop_gradient_in_a_checkpoint_either():
     @jax.checkpoint
     def stopped(h):
@@ -155,12 +149,6 @@ def test_details_have_the_bytes_and_passes_of_the_table():
     assert all(str(stage) in text for stage in found.stages)
 
 
-def test_results_that_need_no_rows_come_after_the_loops():
-    found = of(lambda *args: (mean(*args), jnp.exp(root(*args))), has_aux=True)
-    assert list(found)[-1] == "after the loops"
-    assert found["after the loops"].loop == ONCE
-
-
 def test_what_is_dropped_on_the_way_is_filled_again_before_it_is_read(monkeypatch):
     monkeypatch.setattr(room, "LITTLE", 0)
 
@@ -179,19 +167,3 @@ def test_what_is_dropped_on_the_way_is_filled_again_before_it_is_read(monkeypatc
         assert found[name].fills
         back = names.index(name.replace("filled again", "back"))
         assert names.index("the loss") < names.index(name) < back
-
-
-@pytest.mark.parametrize("fun", [mean, root])
-def test_on_a_mesh_a_loop_is_that_of_each_device(fun):
-    axis = ga.DataAxis("data", mesh=helpers.mesh_of(2))
-    loop = of(fun, k=2, data_axis=axis)["the loss"].loop
-    assert loop.startswith("a loop over 2 micro-batches on each of 2 devices, ")
-
-
-def test_types_and_numbers_will_do_and_nothing_runs():
-    def scaled(w, x, power):
-        jax.debug.callback(lambda: pytest.fail("it ran"))
-        return jnp.mean((x @ w) ** power)
-
-    types = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (W, X))
-    assert "the loss" in of(scaled, *types, 2)

@@ -17,12 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import apart, mesh_of, with_rule
+from helpers import apart, mesh_of, off, with_rule
 from jax import scipy
 from jax._src import config
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
+from ga_optax._partition import reductions
 from ga_optax._passes import read
 
 pytestmark = [
@@ -116,6 +117,36 @@ def test_the_twin_of_the_true_derivative_is_off():
         assert apart(got, want, *arguments()) > 1e-2
 
 
+EXTREMA = {
+    "of all": lambda v: v / jnp.max(jnp.abs(v)),
+    "of columns": lambda v: v / jnp.max(v, 0),
+    "with ties": lambda v: v * jnp.min(jnp.maximum(v, 0.5), 0),
+    "of what a user compares": lambda v: v * jnp.where(v == v.max(0), 2.0, jnp.sin(v)),
+}
+
+
+@pytest.mark.parametrize("name", EXTREMA)
+def test_some_row_attains_an_extremum_whatever_the_passes_round(name):
+    x = np.random.default_rng(2).normal(size=(N, D))
+    w, loss = arguments()[0], loss_of(EXTREMA[name], True)
+    want = twice(jax.value_and_grad(loss))(w, x)  # one by one, an array rounds once
+    for step in (ga.value_and_grad(loss, K), of_microbatch(loss)):
+        assert off(jax.jit(twice(step))(w, x), want) < BOUND
+
+
+def test_one_number_attains_an_extremum_that_was_rounded_in_another_way():
+    x = jnp.array([[1.0, 3.0], [3.0, 2.0]])
+    for is_max, first in ((True, [[0, 0], [1, 0]]), (False, [[1, 0], [0, 0]])):
+        exact = x.max() if is_max else x.min()
+        with_ties = reductions.attaining(is_max, (0, 1), x, exact)
+        assert np.array_equal(with_ties, x == exact)
+        for other in (exact + 1e-15 * 8, exact - 1e-15 * 8):
+            assert not (x == other).any()  # the twin
+            assert np.array_equal(reductions.attaining(is_max, (0, 1), x, other), first)
+        nan = reductions.attaining(is_max, (0, 1), x.at[0, 0].set(jnp.nan), jnp.nan)
+        assert not nan.any()  # as in JAX, where the gradient is NaN
+
+
 # -- Those of JAX and Optax ------------------------------------------------------------
 
 
@@ -163,6 +194,8 @@ RULES = {
     **{name: special(name) for name in PLAIN.split(" ")},
 }
 RULES = {name: f for name, f in RULES.items() if f is not None}
+if jax.__version_info__ < (0, 11):  # JAX itself cannot compile the second derivative
+    del RULES["expn"]
 # What takes long to compile.
 LONG = {"erfcinv", "erfcx", "expn", "hyp1f1", "hyp2f1", "ndtri", "owens_t", "poch"}
 LONG |= {"log_ndtr", "sici", "wofz", "zeta"}
@@ -401,6 +434,16 @@ def in_region(loss, check_vma=False):
     step = ga.value_and_grad(loss, 2, data_axis="d")
     specs = {"in_specs": (P(), P("d")), "out_specs": P(), "check_vma": check_vma}
     return jax.shard_map(step, mesh=mesh_of(names=("d",)), **specs)
+
+
+def test_data_that_attains_an_extremum_fits_a_region_that_checks():
+    def loss(w, x):
+        data = jnp.sin(x)
+        return jnp.mean((jnp.where(data == data.max(0), 2.0, 0.5) * (x @ w)) ** 2)
+
+    for check_vma in (False, True):
+        got = in_region(loss, check_vma)
+        assert apart(got, jax.value_and_grad(loss), *arguments()) < BOUND
 
 
 REFUSED = r"cannot be differentiated in a jax\.shard_map, or with mesh axes"

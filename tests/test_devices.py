@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import leaves_of, mean_of, mesh_of, needed, normal, put
+from helpers import leaves_of, mean_of, mesh_of, normal, put, refusals, says
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -99,16 +99,6 @@ def window(mesh, k, specs=None, rows=ROWS, axes="data", **options):
     return audit, got
 
 
-def gradient_reductions(audit):
-    """What could hold gradients: larger than the scalars."""
-    return [
-        c for c in audit.collectives if c.kind in REDUCTIONS and c.num_bytes > SCALARS
-    ]
-
-
-# -- Parameters on every device --------------------------------------------------------
-
-
 @pytest.mark.grid(1, 2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("optimize", [True, False])
@@ -148,16 +138,6 @@ def test_if_rows_meet_no_loop_communicates():
     assert not audit.in_loop
     assert len(audit.collectives) <= 3  # there, back, and gradients
     assert_close(got, jax.value_and_grad(contrastive)(*args))
-
-
-@pytest.mark.grid(1, 2)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sync", ["last", "each"])
-def test_the_mesh_may_be_that_of_the_batch(kind, sync):
-    fun = ga.value_and_grad(mean_loss, 2, data_axis=ga.DataAxis("data", sync=sync))
-    placed = put((make_params(), make_batch()), mesh_of(8, kind=kind), ROWS_APART)
-    for run in (fun, jax.jit(fun)):
-        assert_close(run(*placed), whole_batch())
 
 
 @pytest.mark.grid(2)
@@ -231,9 +211,6 @@ def test_a_model_axis_stays_with_the_compiler(optimize):
     assert any(c.axes == ("model",) for c in audit.in_loop)  # the model's own
 
 
-# -- Sharded parameters ----------------------------------------------------------------
-
-
 @pytest.mark.grid(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("k", [1, 4, 16])
@@ -271,49 +248,6 @@ def test_sync_each_reduces_in_every_micro_step(kind):
     assert {c.kind for c in audit.in_loop} <= {"all-gather", *REDUCTIONS}
 
 
-@pytest.mark.exhaustive
-def test_memory_with_sync_each_falls_with_the_number_of_devices():
-    """The docstring's table: (P + G) / n, where "last" holds P + G on every device."""
-    width, layers, k = 256, 8, 4
-
-    def loss(params, x):
-        h, _ = jax.lax.scan(jax.checkpoint(_layer), x, params)
-        return jnp.mean(jnp.square(h))
-
-    def need(devices, sync):
-        mesh = mesh_of(devices)
-        spec = P(None, "data")
-        params = put(normal(layers, width, width, seed=0) / 16, mesh, spec)
-        x = put(normal(4 * k * devices, width, seed=1), mesh, P("data"))
-        axis = ga.DataAxis("data", mesh=mesh, param_specs=spec, sync=sync)
-        fun = jax.jit(ga.value_and_grad(loss, k, data_axis=axis))
-        return needed(fun.lower(params, x).compile())
-
-    size = 4 * layers * width * width
-    for devices in (2, 8):
-        assert need(devices, "last") > 2 * size
-        # Parameters, accumulator and result are shards; a few layers are whole.
-        assert need(devices, "each") < 4 * size / devices + 6 * size / layers
-
-
-# -- Each micro-batch by itself --------------------------------------------------------
-
-
-@pytest.mark.grid(1)
-@pytest.mark.parametrize("optimize", [True, False])
-def test_a_device_of_weight_zero_adds_nothing_not_even_nan(optimize):
-    params, batch, rows = make_params(), make_batch(), ROWS // 8
-    poisoned = {
-        name: x.at[:rows].set(jnp.nan if name == "x" else 0)
-        for name, x in batch.items()
-    }
-    axis = ga.DataAxis("data", mesh=mesh_of(8))
-    options = {"weight_fn": count, "optimize": optimize, "data_axis": axis}
-    rest = jax.tree.map(lambda x: x[rows:], batch)
-    want = jax.value_and_grad(token_loss)(params, rest)
-    assert_close(jax.jit(mean_of(token_loss, 4, **options))(params, poisoned), want)
-
-
 def test_aux_keys_and_the_carry_are_put_together_over_all_devices():
     """Micro-batches of two rows; those of a device come one after the other."""
     x = jnp.arange(32, dtype=jnp.float32)
@@ -346,24 +280,6 @@ def test_aux_keys_and_the_carry_are_put_together_over_all_devices():
     assert int(new["count"]) == 2
 
 
-@pytest.mark.parametrize("sync", ["each", "last"])
-def test_a_key_in_the_carry_threads_unless_the_carry_is_averaged(sync):
-    def fun(w, x, key):
-        key, own = jax.random.split(key)
-        return jnp.mean((x * w + jax.random.normal(own, x.shape)) ** 2), key
-
-    axis = ga.DataAxis("data", mesh=mesh_of(8), sync=sync)
-    step = jax.jit(mean_of(fun, 2, carry_argnums=2, data_axis=axis))
-    key = jax.random.key(0)
-    if sync == "last":
-        with pytest.raises(TypeError, match=r"is a PRNG key\. Name it in rng_argnums"):
-            step(1.0, jnp.ones(32), key)
-        return
-    (_, after), _ = step(1.0, jnp.ones(32), key)
-    expected = jax.random.split(jax.random.split(key)[0])[0]
-    assert jnp.all(jax.random.key_data(after) == jax.random.key_data(expected))
-
-
 def test_accumulate_stays_on_the_device_until_the_merge():
     add = ga.accumulate(token_loss, 2, weight_fn=count, data_axis="data")
 
@@ -382,53 +298,6 @@ def test_accumulate_stays_on_the_device_until_the_merge():
     assert_close(grads, whole_batch(token_loss)[1])
 
 
-@pytest.mark.slow
-@pytest.mark.grid(1)
-@pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("sync", ["last", "each"])
-def test_accumulate_at_top_level_merges_once_a_call(sharded, sync):
-    mesh = mesh_of(8)
-    params, batch = make_params(), make_batch()
-    specs = SHARDED if sharded else None
-    axis = ga.DataAxis("data", mesh=mesh, param_specs=specs, sync=sync)
-    add = ga.accumulate(token_loss, 2, weight_fn=count, data_axis=axis)
-    step = jax.jit(add, donate_argnums=0)
-    placed = put(params, mesh, specs or P())
-    acc = ga.accumulator.init(placed)
-    for i in range(2):
-        half = jax.tree.map(lambda x, i=i: x[i * 32 : (i + 1) * 32], batch)
-        half = put(half, mesh, P("data"))
-        audit = ga.audit(step.lower(acc, placed, half).compile(), mesh)
-        if sync == "last":
-            assert not audit.in_loop
-        _, acc = step(acc, placed, half)
-    assert int(acc.count) == 4
-    assert_close(ga.accumulator.mean(acc), whole_batch(token_loss)[1])
-    if sharded:
-        shape = acc.total["layers"].sharding.shard_shape((LAYERS, WIDTH, WIDTH))
-        assert shape == (LAYERS, WIDTH // 8, WIDTH)
-
-
-@pytest.mark.slow
-def test_it_can_be_differentiated_and_batched():
-    params, batch = make_params(), make_batch()
-    axis = ga.DataAxis("data", mesh=mesh_of(8))
-    plain = jax.value_and_grad(mean_loss)
-    fun = ga.value_and_grad(mean_loss, 2, data_axis=axis)
-
-    def norm(one):
-        def of(params):
-            value, grads = one(params, batch)
-            return value + sum(jnp.sum(g * g) for g in jax.tree.leaves(grads))
-
-        return jax.jit(jax.grad(of))(params)
-
-    assert_close(norm(fun), norm(plain))
-    pair = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), params)
-    got, want = (jax.jit(jax.vmap(f, (0, None)))(pair, batch) for f in (fun, plain))
-    assert_close(got, want)
-
-
 def test_fun_may_use_the_axis_for_a_collective_of_its_own():
     """Such as batch statistics over all devices, with the gradient through them."""
 
@@ -442,27 +311,10 @@ def test_fun_may_use_the_axis_for_a_collective_of_its_own():
     assert_close(jax.jit(fun)(*args), want)
 
 
-# -- Errors ----------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:.with mesh:DeprecationWarning")
-def test_a_with_block_names_the_mesh_too():
-    mesh = mesh_of(8)
-    fun = jax.jit(ga.value_and_grad(mean_loss, 2, data_axis="data"))
-    params, batch = make_params(), make_batch()
-    with mesh:
-        program = fun.lower(params, batch).compile()
-    assert len(gradient_reductions(ga.audit(program))) == 1
-    with pytest.raises(ValueError, match="there is no mesh"):  # after the block
-        ga.value_and_grad(mean_loss, 2, data_axis="data")(params, batch)
-
-
 def inside(fun, in_specs=ROWS_APART, out_specs=WHOLE, axes=("data",), **options):
     """A call inside a shard_map."""
     mesh = mesh_of(2, 4, names=BOTH)
-    return lambda: mapped_and_run(
-        fun, mesh, in_specs, out_specs, axis_names=set(axes), **options
-    )
+    mapped_and_run(fun, mesh, in_specs, out_specs, axis_names=set(axes), **options)
 
 
 def gradient(name="data", loss=mean_loss, **options):
@@ -504,31 +356,25 @@ def beside_an_explicit_axis():
 SHARDS = SHARDED, P("data")
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (inside(gradient(loss=reduced_already)), "it is reduced already"),
-        (reduced_at_top_level, "it is reduced already"),
-        (inside(gradient(), (P(), P())), "must differ between the devices"),
-        (inside(gradient(BOTH), axes=BOTH), r"the same along \('replica',\)"),
-        (
-            inside(gradient(), SHARDS, (P(), SHARDED)),
-            r"leaf \['in'\] differs along",
-        ),
-        (inside(gradient(BOTH)), "all bound or all unbound"),
-        (inside(added, SHARDS, SHARDED), "gather the parameters once"),
-        (
-            inside(gradient(sync="each"), check_vma=False, axes=BOTH),
-            r"Pass DataAxis\(param_specs=\), or leave check_vma",
-        ),
-        (inside(summed_already), "summed over them already"),
-        (outside, "this call is outside"),
-        (beside_an_explicit_axis, r"leaf \['in'\] is sharded.*sync=\"each\""),
-    ],
-)
-def test_what_would_be_wrong_in_quiet_is_refused(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+WRONG = """
+inside(gradient(loss=reduced_already)) -> V it is reduced already
+reduced_at_top_level() -> V it is reduced already
+inside(gradient(), (P(), P())) -> V must differ between the devices
+inside(gradient(BOTH), axes=BOTH) -> V the same along ('replica',)
+inside(gradient(), SHARDS, (P(), SHARDED)) -> V leaf ['in'] differs along
+inside(gradient(BOTH)) -> V all bound or all unbound
+inside(added, SHARDS, SHARDED) -> V gather the parameters once
+inside(gradient(sync="each"), check_vma=False, axes=BOTH)
+  -> V Pass DataAxis(param_specs=), or leave check_vma
+inside(summed_already) -> V summed over them already
+outside() -> V this call is outside
+beside_an_explicit_axis() -> V leaf ['in'] is sharded | sync="each"
+"""
+
+
+@pytest.mark.parametrize(("code", "error", "said"), refusals(WRONG))
+def test_what_would_be_wrong_in_quiet_is_refused(code, error, said):
+    says(lambda: eval(code), error, said)
 
 
 @pytest.mark.grid(2, 3)

@@ -1,7 +1,4 @@
-"""Every example in a docstring runs as pasted, and returns what it donates in order.
-
-An example sees only what it imports itself, and no name of its module.
-"""
+"""Every example in a docstring runs as pasted, and returns what it donates in order."""
 
 import doctest
 import importlib
@@ -36,10 +33,7 @@ DONATING = [name for name in EXAMPLES if "donate_argnums" in EXAMPLES[name].docs
 
 
 class Donating:
-    """What `jax.jit` returns: what it takes to write over comes back in its order.
-
-    JAX matches donated buffers to results of one shape in their order, so others cross.
-    """
+    """What `jax.jit` returns: what it takes to write over comes back in its order."""
 
     def __init__(self, fun, donate_argnums=(), jit=jax.jit, **options):
         self.jitted = jit(fun, donate_argnums=donate_argnums, **options)

@@ -4,22 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import error, temporaries
+from helpers import error
 from jax import lax
 
 import ga_optax as ga
-from ga_optax._window import backward, room
+from ga_optax._window import room
 
 K = 8
 LAYERS, WIDTH, HIDDEN, EXPERTS = 4, 32, 64, 4
-# XLA for CPUs merges what a barrier parts, there and back: `jax.checkpoint` saves
-# nothing there either.
-has_barriers = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason="on CPUs jax 0.10 has no barriers"
-)
-
-
-# -- Layers ----------------------------------------------------------------------------
 
 
 def routed(h, p, dtype=jnp.int32):
@@ -68,16 +60,6 @@ def spilled(h, p):
     return h + gate * out[slot]
 
 
-def by_products(h, p):
-    expert, gate, place = routed(h, p, h.dtype)
-    size, n = room_of(h, p), p["router"].shape[-1]
-    place = jax.nn.one_hot(place.astype(jnp.int32), size)
-    at = jax.nn.one_hot(expert, n)[:, :, None] * place[:, None]
-    at = at.astype(h.dtype)
-    out = experts(jnp.einsum("nec,nd->ecd", at, h), p)
-    return h + gate * jnp.einsum("nec,ecd->nd", at, out)
-
-
 def two_of_them(h, p):
     """Each row goes to the best two."""
     gates, best = lax.top_k(jax.nn.softmax(h @ p["router"]), 2)
@@ -98,7 +80,7 @@ def dropless(h, p):
     return h + gate * lax.ragged_dot(out, p["down"], sizes)[jnp.argsort(order)]
 
 
-WAYS = [added, written, spilled, by_products, two_of_them, dropless]
+WAYS = [added, written, spilled, two_of_them, dropless]
 HOWS = ["scan", "checkpointed scan", "Python"]
 
 
@@ -133,9 +115,6 @@ def arguments(n, layers=LAYERS, width=WIDTH, hidden=HIDDEN, dtype=np.float32):
     return params, 2 * normal(n, width)
 
 
-# -- What they are ---------------------------------------------------------------------
-
-
 @pytest.mark.grid(2, 6)
 @pytest.mark.usefixtures("optax_promotion", "float64")
 @pytest.mark.parametrize("how", HOWS)
@@ -147,9 +126,6 @@ def test_experts_have_the_gradients_of_the_whole_batch(layer, how):
     assert error(loss, 4, *args, accumulator_dtype="float64") < 1e-12
 
 
-# -- What they cost --------------------------------------------------------------------
-
-
 @pytest.mark.grid(3, 9)
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("layer", WAYS)
@@ -159,40 +135,6 @@ def test_experts_run_at_most_three_times_and_once_back(layer, how, monkeypatch):
     assert (found.forward_passes, found.backward_passes) <= (3, 1)
     whole = {note.name for note in found.whole}
     assert whole == ({"sort", "gather"} if layer is dropless else set())
-
-
-def needs(layer, how):
-    """The temporaries of the undivided batch and of a window, and of the buffers.
-
-    These hold what goes to the experts of a layer, and as much that comes back.
-    """
-    args, loss = arguments(1024), loss_of(layer, how)
-    places = len(args[1]) * (10 if layer is two_of_them else 5) // 4
-    whole = temporaries(jax.jit(jax.value_and_grad(loss)), *args)
-    ours = temporaries(jax.jit(ga.value_and_grad(loss, K)), *args)
-    return whole, ours, 2 * LAYERS * places * WIDTH * 4
-
-
-# Not of layers in a checkpoint: there the whole batch has one layer of experts at a
-# time, as a window has.
-@has_barriers
-@pytest.mark.cpu
-@pytest.mark.slow
-@pytest.mark.grid(1, 3)
-@pytest.mark.parametrize("how", ["scan", "Python"])
-@pytest.mark.parametrize("layer", [added, written, by_products, two_of_them, dropless])
-def test_experts_take_their_buffers_and_a_third_of_the_whole_batch(layer, how):
-    whole, ours, buffers = needs(layer, how)
-    assert ours - buffers < 0.35 * whole
-
-
-@has_barriers
-@pytest.mark.cpu
-@pytest.mark.slow
-def test_without_a_barrier_all_layers_of_experts_are_there_at_once(monkeypatch):
-    monkeypatch.setattr(backward.jax.lax, "optimization_barrier", lambda x: x)
-    whole, ours, buffers = needs(added, "Python")
-    assert ours - buffers > 0.6 * whole
 
 
 @pytest.mark.parametrize("how", HOWS)

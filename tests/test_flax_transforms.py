@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import leaves_of, mesh_of
+from helpers import mesh_of
 from test_flax import K, in_float64, one_after_another
 
 import ga_optax as ga
@@ -112,53 +112,6 @@ def test_a_transform_inside_is_as_in_nnx(name, options):
         if "cond" not in name:  # the twin: its layer alone has no statistics
             with pytest.raises(AssertionError):
                 assert_close(apart, due)
-
-
-def doubles(block, x):
-    block.linear.kernel[...] *= 2
-    return block(x)
-
-
-def swaps(block, x):
-    linear = block.linear
-    linear.bias[...], block.norm.bias[...] = block.norm.bias[...], linear.bias[...]
-    return block(x)
-
-
-def reverses(block, x):
-    """Each layer hands its parameters on to the next one."""
-
-    def body(held, now):
-        bias, x = held
-        new, now.linear.bias[...] = now.linear.bias[...], bias
-        return new, nnx.remat(apply)(now, x)
-
-    scanned = nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-    return scanned((jnp.zeros(WIDTH, x.dtype), x), block)[1]
-
-
-ASSIGNING = {
-    "remat": (single, nnx.remat(doubles)),
-    "swap": (single, nnx.remat(swaps)),
-    "scan": (stacked, over_layers(nnx.remat(doubles))),
-    "shift": (stacked, reverses),
-}
-
-
-@pytest.mark.grid(2)
-@pytest.mark.parametrize("name", ASSIGNING)
-def test_what_a_transform_assigns_to_parameters_is_as_in_nnx_or_refused(name):
-    make, call = ASSIGNING[name]
-    with jax.enable_x64(True):
-        with pytest.raises(ValueError, match="must not assign"):
-            run(make, call, one_after_another)
-        ours, due = (run(make, call, of) for of in (of_rows, nnx.value_and_grad))
-        assert_close(ours, due)
-        before = nnx.as_pure(nnx.state(in_float64(make()), nnx.Param))
-        assert all(a.shape == b.shape for a, b in leaves_of(before, due[0][1]))
-        kernel = due[1]["linear"]["kernel"]
-        moved = name in ("swap", "shift")  # which leave the kernel alone
-        assert moved == np.array_equal(before["linear"]["kernel"], kernel)
 
 
 def test_what_a_rematerialised_layer_leaves_alone_does_not_cross_the_network():

@@ -3,10 +3,9 @@
 import pathlib
 
 import jax
-import jax.numpy as jnp
 import pytest
 import whole_functions
-from whole_functions import AXES, MODULES, called, functions, off, ways, whole
+from whole_functions import AXES, MODULES, functions, off, ways
 
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion"),
@@ -28,24 +27,6 @@ def test_every_public_function_is_that_of_all_rows(module, axis):
                     if not (far := off(fun)) < BOUND:
                         wrong[name] = far
     assert wrong == {}
-
-
-FEW = {
-    "sort along rows": (jnp.sort, "x, axis", 0, ["sort"]),
-    "sort in a row": (jnp.sort, "x, axis", 1, []),
-    "softmax": (jax.nn.softmax, "x, axis", 0, []),
-    "running sum": (jnp.cumsum, "x, axis", 0, []),
-    "running maximum": (jnp.maximum.accumulate, "x, axis", 1, []),
-}
-
-
-@pytest.mark.parametrize("name", FEW)
-def test_few_are_computed_whole(name):
-    f, way, axis, due = FEW[name]
-    with jax.enable_x64(True):
-        fun = called(f, way, axis)
-        assert off(fun) < BOUND
-        assert whole(fun) == due
 
 
 @pytest.mark.exhaustive

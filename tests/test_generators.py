@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import error, mesh_of, normal, off, put, temporaries
+from helpers import error, mesh_of, normal, off, put
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
@@ -23,9 +23,6 @@ def whole_draws():
     ga.config.update("whole_draws", True)
     yield
     ga.config.update("whole_draws", False)
-
-
-# -- Losses ----------------------------------------------------------------------------
 
 
 def arguments(n=N, width=D, impl="rbg"):
@@ -101,24 +98,6 @@ def test_the_option_asks_for_the_draw_of_the_whole_batch(fun, impl, whole_draws)
         assert error(fun, K, *args) > 1e-3  # the twin: another draw
 
 
-def test_what_is_drawn_has_the_same_distribution():
-    def fun(w, x, key):
-        return (w * x).mean(), jax.random.uniform(key, x.shape)
-
-    x, key = jnp.ones((64, 256)), jax.random.key(0, impl="rbg")
-    _, drawn = jax.jit(ga.microbatch(fun, 8))(1.0, x, key)
-    keys = [key, *(jax.random.fold_in(key, i) for i in range(8))]
-    users = np.concatenate([jax.random.uniform(key, (8, 256)) for key in keys])
-    # No micro-batch draws what another does, or what users draw of small numbers.
-    assert len(np.unique([*users, *drawn])) > 0.99 * (users.size + drawn.size)
-    bound = 5 / np.sqrt(12 * drawn.size)
-    assert abs(drawn.mean() - 0.5) < bound
-    assert np.abs(drawn.mean(1) - 0.5).max() < 5 / np.sqrt(12 * 256)
-
-
-# -- One draw, several readers ---------------------------------------------------------
-
-
 def read_whole(p, x, key):
     """By rows, and by a sort of all."""
     u = jax.random.uniform(key, x.shape)
@@ -173,22 +152,6 @@ def test_a_rule_of_the_users_draws_what_its_function_draws(make):
     assert abs(value - grad) < 1e-3
 
 
-# -- Transformations and devices -------------------------------------------------------
-
-
-@pytest.mark.parametrize("ways", [(0, None), (0, 0), (None, 0)])
-def test_under_vmap_the_option_draws_what_the_whole_batch_draws(ways, whole_draws):
-    """With keys for each, XLA draws for all from the first."""
-    p, x, _ = arguments()
-    keys = jax.random.split(jax.random.key(1, impl="rbg"), 3)
-    several = jnp.stack([x, x + 1, x - 1]), keys
-    given = [v if way == 0 else v[0] for v, way in zip(several, ways, strict=True)]
-    ways = None, *ways
-    want = jax.jit(jax.vmap(jax.value_and_grad(plain), ways))(p, *given)
-    got = jax.jit(jax.vmap(ga.value_and_grad(plain, K), ways))(p, *given)
-    assert off(got, want) < BOUND
-
-
 @pytest.mark.parametrize("fun", [plain, of_pairs])
 def test_micro_batches_draw_the_same_on_any_number_of_devices(fun):
     args, mesh = arguments(), mesh_of()
@@ -196,26 +159,6 @@ def test_micro_batches_draw_the_same_on_any_number_of_devices(fun):
     got = jax.jit(step)(*put(args, mesh, (P(), P("data"), P())))
     one = jax.jit(ga.value_and_grad(fun, 2 * mesh.size))(*args)
     assert off(got, one) < BOUND
-
-
-# -- What it takes, and what is said ---------------------------------------------------
-
-
-@pytest.mark.cpu
-@pytest.mark.parametrize("fun", [plain, over_layers])
-def test_it_takes_the_memory_of_a_micro_batch(fun, request):
-    args = arguments(512, 128)
-
-    def needs():
-        return temporaries(jax.jit(ga.value_and_grad(fun, 8)), *args)
-
-    undivided = temporaries(jax.jit(jax.value_and_grad(fun)), *args)
-    one = jax.jit(jax.value_and_grad(fun)), *arguments(64, 128)
-    grads = 2 * 4 * 128 * 128 * 2 * 2  # both trees, of the window and of a micro-batch
-    alone = needs()
-    assert alone < temporaries(*one) + grads < undivided / 2
-    request.getfixturevalue("whole_draws")  # the twin: all rows of a draw are 262 kB
-    assert needs() > alone + 512 * 128 * 4 / 2
 
 
 @pytest.mark.parametrize("impl", IMPLS)

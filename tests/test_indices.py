@@ -1,9 +1,4 @@
-"""What a program promises of its indices holds of those of each micro-batch.
-
-A promise lets a GPU add numbers without atomic additions, and leave out checks; CPUs do
-not read it. So the test looks at the indices themselves: of each gather and scatter of
-the program of a micro-batch, and of its derivative, by which the two change places.
-"""
+"""What a program promises of its indices holds of those of each micro-batch."""
 
 import jax
 import jax.numpy as jnp

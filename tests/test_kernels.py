@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import error, mean_of, normal, temporaries
+from helpers import error, normal
 from jax.interpreters import mlir
 from jax.lax import pmean
 
@@ -34,8 +34,6 @@ def computed_whole(loss, *args):
     return {note.name for note in ga.batch_dependencies(loss, K)(*args).whole}
 
 
-# -- One kernel ------------------------------------------------------------------------
-
 FEW = W[:4, :4], X[:8, :4]
 # Where the rows of an operand are, and how a result of that shape becomes `[8, 4]`.
 VIEWS = {
@@ -58,13 +56,8 @@ def array(view="rows", index=lambda i, *_: i, block=(1, 4), column=lambda *_: 0)
     return view, pl.BlockSpec(block[::turn], at)
 
 
-def kernel(does="", ins=None, out=None, grid=(8,), axis=0, maps=None, **more):
-    """A kernel of `[8, 4]`; from each row to itself if no arrays are given.
-
-    Its programs may do more than to read and to write: ask for their place on an axis
-    of the grid, write to their last operand, and keep scratch. `jax.vmap` maps some
-    operands.
-    """
+def kernel(does="", ins=None, out=None, grid=(8,), **more):
+    """A kernel of `[8, 4]`; from each row to itself if no arrays are given."""
     ins, (to, spec) = ins or [array()], out or array()
     more |= {"in_specs": [spec for _, spec in ins], "out_specs": spec, "grid": grid}
     more["cost_estimate"] = pl.CostEstimate(64, 64, 64)  # which is split, too
@@ -80,9 +73,9 @@ def kernel(does="", ins=None, out=None, grid=(8,), axis=0, maps=None, **more):
         of = [x if x.shape == out.shape else jnp.full(out.shape, x.mean()) for x in of]
         value = sum((i + 1) * jnp.tanh(x) for i, x in enumerate(of))
         if "asks" in does:
-            value = value * (1 + pl.program_id(axis)).astype(value.dtype)
+            value = value * (1 + pl.program_id(0)).astype(value.dtype)
         if "divides" in does:
-            value = value / pl.num_programs(axis)
+            value = value / pl.num_programs(0)
         if "writes" in does:  # each leaves the half of it to the next
             refs[len(ins) - 1][...] *= 0.5
         for kept in scratch:  # what earlier ones left, from the last that began anew
@@ -100,11 +93,7 @@ def kernel(does="", ins=None, out=None, grid=(8,), axis=0, maps=None, **more):
     def run(*xs):
         xs = xs if len(xs) == len(ins) else xs * len(ins)
         given = [VIEWS[view][0](x) for (view, _), x in zip(ins, xs, strict=True)]
-        if maps:
-            pairs = zip(given, maps, strict=True)
-            given = [x if way is None else jnp.stack([x, 2 * x]) for x, way in pairs]
-        found = jax.vmap(call, maps)(*given).sum(0) if maps else call(*given)
-        return VIEWS[to][1](jnp.nan_to_num(found))  # what no program wrote
+        return VIEWS[to][1](jnp.nan_to_num(call(*given)))  # what no program wrote
 
     return run
 
@@ -212,74 +201,6 @@ def test_the_numbers_of_one_that_is_split_all_the_same_are_wrong(name, monkeypat
     assert not error(loss, K, *FEW) < BOUND
 
 
-# -- Random kernels --------------------------------------------------------------------
-
-MAPS = (  # which of n blocks a program has
-    lambda i, n: i % n,
-    lambda i, n: i // 2 % n,
-    lambda i, n: (i + 1) % n,
-    lambda i, n: n - 1 - i % n,
-    lambda i, n: i * 3 % n,
-)
-DOES = {"asks": 0.1, "divides": 0.1, "writes": 0.1, "adds": 0.15, "scratch": 0.15}
-
-
-def drawn(rng):
-    """A kernel of two operands; most go straight along the rows."""
-    strange, some = rng.random() < 0.2, lambda xs: xs[rng.integers(len(xs))]
-    grid = [2] * rng.integers(1, 4)
-    axis = int(rng.integers(len(grid)))
-    grid[axis] = int(some([4, 8, 8, 16]))
-    # Rows in segments are not next to those that lie otherwise.
-    views = ["segments"] if rng.random() < 0.2 else sorted(VIEWS.keys() - {"segments"})
-
-    def one(view):
-        rows, width = shape_of(view).shape[:: -1 if view == "columns" else 1]
-        size, along = max(rows // grid[axis], 1), int(rng.integers(len(grid)))
-        way = some(MAPS) if strange else MAPS[rows < grid[axis]]
-        columns = some([1, 2]) if along != axis or strange else 1
-        return array(
-            view,
-            lambda *ids: way(ids[axis], rows // size),
-            (size, width // columns),
-            lambda *ids: ids[along] % columns,
-        )
-
-    does = " ".join(word for word, p in DOES.items() if rng.random() < p)
-    more = {"grid": tuple(grid), "axis": axis}
-    if "scratch" in does and rng.random() < 0.6:
-        does += " begins"
-    if rng.random() < 0.2:
-        more["maps"] = some([(0, 0), (None, 0), (0, None)])
-    ins = [one(some(views)) for _ in range(2)]
-    out = one(some([view for view in views if view != "one"]))
-    return kernel(does, ins, out, **more)
-
-
-def drawn_loss(seed):
-    """Of what has no derivative, or of a function and its rule: two such kernels."""
-    rng = np.random.default_rng(seed)
-    there, back = drawn(rng), drawn(rng)
-    fun = jax.custom_vjp(lambda h: there(h, jnp.sin(h)))
-    fun.defvjp(lambda h: (fun(h), h), lambda h, ct: (back(h, ct),))
-    return lambda w, x: tail(fun(x) @ w if seed % 2 else fun(x @ w))
-
-
-@pytest.mark.usefixtures("fast_compilation")
-@pytest.mark.grid(6, 30)
-@pytest.mark.parametrize("seed", range(100))
-def test_a_random_kernel_is_that_of_the_whole_batch(seed):
-    assert error(drawn_loss(seed), K, *FEW) < 10 * BOUND  # they add up more
-
-
-def test_of_random_kernels_some_are_split_and_some_are_not():
-    losses = map(drawn_loss, range(8))
-    assert {bool(computed_whole(loss, *FEW)) for loss in losses} == {True, False}
-
-
-# -- In a model ------------------------------------------------------------------------
-
-
 def test_in_layers_that_are_scanned_and_under_checkpoint_it_is_split_too():
     fun = jax.custom_vjp(kernel())
     back = kernel("", [array(), array()])
@@ -297,30 +218,29 @@ def test_in_layers_that_are_scanned_and_under_checkpoint_it_is_split_too():
     assert error(loss, K, *args) < BOUND
 
 
-@pytest.mark.grid(1, 2)
-@pytest.mark.parametrize("segments", [False, True])
-def test_attention_takes_the_memory_of_the_plain_loop(segments):
-    gpu = pytest.importorskip("jax.experimental.pallas.ops.gpu.attention")
-    rows, time, width = 16, 16, 32
-    sizes = gpu.BlockSizes(*[time] * 6)
-
-    def loss(params, batch):
-        x, of = batch
-        heads = (jnp.reshape(x @ w, (*x.shape[:2], 2, -1)) for w in params)
-        out = gpu.mha(*heads, of, 0.1, of is None, sizes, interpret=True)
-        return jnp.mean(out**2)
-
-    params, x = normal(3, width, width) / 8, normal(rows, time, width)
-    of = jnp.arange(rows * time, dtype=jnp.int32).reshape(rows, time) % time // 6
-    args = params, (x, of if segments else None)
-    assert computed_whole(loss, *args) == set()
-    steps = ga.value_and_grad(loss, K), mean_of(loss, K)
-    ours, plain = (temporaries(jax.jit(step), *args) for step in steps)
-    assert ours <= 1.1 * plain
-    assert error(loss, K, *args) < BOUND
+def flash(q, k, v):
+    tpu = pytest.importorskip("jax.experimental.pallas.ops.tpu.flash_attention")
+    return tpu.flash_attention(q, k, v, causal=True)
 
 
-# -- Calls that say how they split -----------------------------------------------------
+def splash(q, k, v):
+    ops = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_"
+    masks, kernels = (pytest.importorskip(ops + name) for name in ("mask", "kernel"))
+    mask = masks.MultiHeadMask([masks.CausalMask(q.shape[2:3] * 2)] * q.shape[1])
+    return jax.vmap(kernels.make_splash_mha_single_device(mask))(q, k, v)
+
+
+@pytest.mark.parametrize("attend", [flash, splash])
+def test_kernels_for_tpus_are_split(attend):
+    """Traced alone: only a TPU runs them."""
+
+    def loss(params, x):
+        heads = (x @ w for w in params)
+        return jnp.mean(attend(*heads).astype(jnp.float32) ** 2)
+
+    params = [jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)] * 3
+    x = jax.ShapeDtypeStruct((16, 2, 512, 128), jnp.bfloat16)
+    assert computed_whole(loss, params, x) == set()
 
 
 NAME = "custom_partitioning"
@@ -389,8 +309,6 @@ def test_what_a_device_runs_is_what_a_micro_batch_runs():
     loss = partitioned(STRAIGHT, lambda x, scale: scaled_tanh(x + 1, scale))
     assert error(loss, K, W, X) > 0.1
 
-
-# -- cuDNN -----------------------------------------------------------------------------
 
 HALF = jnp.bfloat16
 SHAPE = (16, 128, 2, 64)  # rows, time, heads, width
@@ -475,14 +393,3 @@ def test_attention_of_cudnn_is_called_with_the_rows_of_a_micro_batch(name, cudnn
     assert traced(loss) == (SHAPE[0] // K, set())
     # A sum over rows is rounded once for each micro-batch, to 8 bits.
     assert error(loss, K, *arguments()) < K * 2.0**-8
-
-
-def test_what_it_draws_for_the_whole_batch_is_drawn_whole(cudnn):
-    """JAX has no argument for it yet, but its function for cuDNN has."""
-
-    def with_dropout(params, batch):
-        q = batch[0] * params["scale"].astype(HALF)
-        y = cudnn.dot_product_attention(q, q, q, dropout_rate=0.1, seed=1)
-        return jnp.mean(y.astype(jnp.float32) ** 2)
-
-    assert traced(with_dropout) == (SHAPE[0], set(CALLS))

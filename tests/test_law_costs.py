@@ -1,13 +1,6 @@
-"""What any loss costs: passes, counted in the program, and bytes that XLA takes.
+"""What any loss costs: passes, counted in the program, and bytes that XLA takes."""
 
-A loss whose rows do not meet takes the loop of micro-batches by themselves. Others run
-forward two or three times, if there is room for what must be kept. A norm over rows is
-two levels, its mean and its variance.
-"""
-
-import collections
 import functools
-import itertools
 import math
 import re
 
@@ -38,14 +31,8 @@ def said(fun, k, args, **options):
     return passes(ga.batch_dependencies(fun, k, **options)(*args))
 
 
-# -- Losses of the table ---------------------------------------------------------------
-
-
 def of_inputs(fun, *args):
-    """How many products of rows with `p["in"]` there are, and to its gradient.
-
-    In the text of a program each stands once for a loop, which runs over all rows.
-    """
+    """How many products of rows with `p["in"]` there are, and to its gradient."""
     found = np.zeros(2, int)
     text = jax.jit(fun).lower(*args).as_text()
     for types in re.findall(r"stablehlo\.dot_general.*: \((.*)\n", text):
@@ -90,20 +77,6 @@ def test_the_memory_is_the_tables_share_of_that_of_the_undivided_batch(name):
     assert 0 < ours <= older * loss.share * undivided
 
 
-def test_pairs_of_rows_are_kept_for_neither_direction():
-    loss, args = LOSSES["clip"].value, whole_losses.arguments(1024, np.float32, 64)
-    assert said(loss, 8, args, residual_bytes=0) == (2, 1)
-    of_all, *ours = (
-        temporaries(jax.jit(step), *args)
-        for step in (
-            jax.value_and_grad(loss),
-            ga.value_and_grad(loss, 8),
-            ga.value_and_grad(loss, 8, residual_bytes=0),
-        )
-    )
-    assert 0 < max(ours) <= of_all / 4
-
-
 def test_what_is_kept_is_in_the_room_there_is():
     args = whole_losses.arguments(512, np.float32)
     forward, kept = [], []
@@ -114,26 +87,6 @@ def test_what_is_kept_is_in_the_room_there_is():
         kept.append(sum(x.nbytes for x in found.kept))
         assert bool(limit) <= kept[-1] <= limit
     assert forward[0] > forward[1] > forward[2] >= 1
-
-
-@pytest.mark.parametrize("name", ["mean", "masked", "clip", "batch_norm"])
-def test_passes_over_devices_are_those_of_one(name):
-    fun, args = LOSSES[name].value, whole_losses.arguments(24, np.float32)
-    axis = ga.DataAxis("data", mesh=mesh_of(2))
-    alone, found = (
-        ga.batch_dependencies(fun, k, residual_bytes=10**9, data_axis=where)(*args)
-        for k, where in ((4, None), (2, axis))
-    )
-    assert passes(found) == passes(alone)
-    assert found.num_microbatches == 4
-    # What is gathered, or the same for all, is on every device; of its own activations
-    # each has its part.
-    assert [x.nbytes for x in found.meetings] == [x.nbytes for x in alone.meetings]
-    halves = [(1 + (x.kind == "residual")) * x.nbytes for x in found.kept]
-    assert halves == [x.nbytes for x in alone.kept]
-
-
-# -- What meets ------------------------------------------------------------------------
 
 
 def balanced(p, b):
@@ -154,31 +107,23 @@ def positions(p, b):
     return (jnp.tanh(b["x"][:, None] + hidden(p, at) @ p["in"].T) ** 2).mean()
 
 
-def random_features(p, b):
-    directions = jax.random.normal(jax.random.key(0), (N, E))
-    return (jnp.cos(hidden(p, b["x"]) @ directions.T) ** 2).mean()
-
-
 def mask(p, b):
     h = hidden(p, b["x"])[:, None] + jnp.zeros((N, 1))
     return (jnp.einsum("st,btd->bsd", jnp.tril(jnp.ones((N, N))), h) ** 2).mean()
 
 
+def of(name):
+    return LOSSES[name].value
+
+
 MEET = {  # a loss, and the shapes of what its rows need of each other
-    "a masked mean waits for its count alone": (LOSSES["masked"].value, [()]),
+    "a masked mean waits for its count alone": (of("masked"), [()]),
     "a mean of classes for their counts": (balanced, [(3,)]),
-    "counts that parameters change": (LOSSES["dice"].value, [(), (), ()]),
+    "counts that parameters change": (of("dice"), [(), (), ()]),
     "of a gram matrix rows are kept once": (one_view, [(N // 3, E)]),
-    "of two views only numbers that are picked": (
-        LOSSES["simclr"].value,
-        [(2 * N,), (2 * N // 3, E)],
-    ),
-    "of experts their input, and no hidden layer": (
-        LOSSES["routed"].value,
-        [(1, E), (E, 8, D)],
-    ),
+    "of two views numbers that are picked": (of("simclr"), [(2 * N,), (2 * N // 3, E)]),
+    "of experts their input, no hidden layer": (of("routed"), [(1, E), (E, 8, D)]),
     "a table as long as the batch by chance": (positions, []),
-    "features as many as rows by chance": (random_features, []),
     "a mask as large as the batch by chance": (mask, []),
 }
 
@@ -188,16 +133,6 @@ def test_only_what_must_meets(case):
     fun, shapes = MEET[case]
     found = ga.batch_dependencies(fun, 3)(*whole_losses.arguments(dtype=np.float32))
     assert sorted(x.type.shape for x in found.meetings) == sorted(shapes)
-
-
-def test_a_gradient_that_is_written_already_takes_its_two_passes_and_no_more():
-    fun = jax.value_and_grad(LOSSES["classes"].value)
-    args = whole_losses.arguments(dtype=np.float32)
-    step = lambda p, b: (jnp.zeros([]), fun(p, b))  # noqa: E731
-    found = ga.batch_dependencies(step, 4, has_aux=True)(*args)
-    assert (found.meetings, found.whole) == ([], [])
-    # Of what it computes itself; nothing is left to differentiate.
-    assert passes(found) == (1, 0)
 
 
 def test_what_needs_no_rows_is_computed_once_after_the_loop():
@@ -221,8 +156,6 @@ def test_what_needs_no_rows_is_computed_once_after_the_loop():
     assert eigenvalues_of(lambda h: h.T @ h) == 1
     assert eigenvalues_of(lambda h: h[:, None] * h[:, :, None]) == 4  # the twin
 
-
-# -- A loss whose rows do not meet takes the loop of micro-batches by themselves -------
 
 WIDTH, DEPTH, ROWS, K = 64, 3, 128, 4
 LOW = jnp.bfloat16
@@ -305,8 +238,6 @@ def test_a_mean_costs_what_micro_batches_by_themselves_cost(name, kind):
     met = ga.value_and_grad(root, K, residual_bytes=0)
     assert kind is not None or products(met, *args) > due
 
-
-# -- Networks of many levels -----------------------------------------------------------
 
 WIDE, MANY, OVER = 32, 1024, 8
 
@@ -416,28 +347,3 @@ def test_layers_that_are_alike_are_functions_that_are_called(monkeypatch):
     # The twin: each level is traced by itself.
     monkeypatch.setattr(read, "form", lambda jaxpr: object())
     assert lines() > 2 * once
-
-
-@pytest.mark.slow
-def test_planning_grows_as_the_program_does(monkeypatch):
-    visited = collections.Counter()
-
-    def count(name, number):
-        original = getattr(read, name)
-
-        def counted(*args, **kwargs):
-            out = original(*args, **kwargs)
-            visited[name] += number(out)
-            return out
-
-        monkeypatch.setattr(read, name, counted)
-
-    count("needed", lambda out: len(out[0]))  # the equations found, in all queries
-    count("uses", lambda out: 1)
-    seen = []
-    for layers in (10, 20, 40):
-        visited.clear()
-        jax.eval_shape(ga.value_and_grad(residual, OVER), *of_layers(layers, rows=64))
-        seen.append(dict(visited))
-    for few, many in itertools.pairwise(seen):
-        assert all(many[name] < 2.3 * few[name] for name in ("needed", "uses")), seen

@@ -1,18 +1,12 @@
-"""Functions with rules of their own in which rows meet, there or on the way back.
-
-Value and gradients are those of the undivided batch, in float64; nothing is computed
-whole, so memory is that of micro-batches and of what their levels keep.
-"""
+"""Functions with rules of their own in which rows meet, there or on the way back."""
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.linen import fp8_ops
-from helpers import apart, array, mesh_of, put, temporaries
+from helpers import apart, mesh_of, put
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from whole_harness import partitioned
@@ -134,6 +128,10 @@ def layers(rule, p, x):
     return jnp.mean(jnp.sin((h - h.mean(0)) @ p["w"][1]) ** 2)
 
 
+def of_parameters(rule, p, x):
+    return jnp.mean((x @ rule(p["w"][0], p["s"][0])) ** 2)
+
+
 def in_a_scan(rule, p, x):
     def body(h, its):
         w, s = its
@@ -171,6 +169,7 @@ WHOLE = {  # rules of which a result has no rows
 LOSSES = {
     **{f"layers, {x}": functools.partial(layers, RULES[x]) for x in RULES},
     **{f"result, {x}": functools.partial(of_a_result, WHOLE[x]) for x in WHOLE},
+    **{f"parameters, {x}": functools.partial(of_parameters, RULES[x]) for x in RULES},
     **{f"scan, {x}": functools.partial(in_a_scan, RULES[x]) for x in RULES},
 }
 
@@ -181,9 +180,21 @@ def arguments():
     return {"w": [w[:D], w[D:]], "s": [jnp.asarray(1.1), jnp.asarray(0.7)]}, x
 
 
+OF_ALL_ROWS = pytest.param(
+    "parameters, an array, row by row",
+    marks=pytest.mark.xfail(
+        strict=True,
+        reason="JAX has what a rule under vmap and jit closes over among its operands, "
+        "and no derivative of that: computed of all rows, with a warning",
+    ),
+)
+
+
 @pytest.mark.grid(8, len(LOSSES))
 @pytest.mark.usefixtures("fast_compilation")
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    "name", [OF_ALL_ROWS if x == OF_ALL_ROWS.values[0] else x for x in LOSSES]
+)
 def test_rows_meet_in_a_rule_as_they_do_anywhere(name):
     fun = LOSSES[name]
     with jax.enable_x64(True):
@@ -229,46 +240,6 @@ def test_rows_of_other_devices_and_levels_without_room_meet_in_a_rule(name):
         assert apart(mean, jax.value_and_grad(fun), p, x) < BOUND
 
 
-# -- Memory ----------------------------------------------------------------------------
-
-WIDTH, MANY, OVER = 64, 2048, 8
-
-
-def of_layers(rule, p, x):
-    h = x
-    for w, s in zip(p["w"], p["s"], strict=True):
-        h = jnp.tanh(rule(h @ w, s))
-    return jnp.mean(h**2)
-
-
-def large():
-    w = [array(WIDTH, WIDTH, scale=WIDTH**-0.5, seed=i) for i in range(4)]
-    return {"w": w, "s": [jnp.float32(1.1)] * 4}, array(MANY, WIDTH)
-
-
-def taken(fun, *args, k=OVER):
-    return temporaries(jax.jit(ga.value_and_grad(fun, k)), *args)
-
-
-def undivided(fun, *args):
-    return temporaries(jax.jit(jax.value_and_grad(fun)), *args)
-
-
-@pytest.mark.parametrize("name", ["a maximum", "what goes in", "of both"])
-def test_a_maximum_of_cotangents_takes_the_memory_of_a_sum(name):
-    total = product(lambda h, s, g: (g * s, jnp.sum(g * h)))
-    of_sum = taken(functools.partial(of_layers, total), *large())
-    fun = functools.partial(of_layers, RULES[name])
-    assert taken(fun, *large()) <= 1.01 * of_sum
-    assert of_sum < 0.3 * undivided(fun, *large())
-
-
-@pytest.mark.parametrize("name", ["centred", "divided by the largest"])
-def test_rows_that_meet_in_a_rule_of_each_layer_take_less_than_no_micro_batches(name):
-    fun = functools.partial(of_layers, RULES[name])
-    assert taken(fun, *large()) <= 0.6 * undivided(fun, *large())
-
-
 def energy(p, x):
     """The mean of local energies, whose gradient is centred."""
 
@@ -289,47 +260,3 @@ def _(primals, tangents):
     mean, local, log_psi = energy(*primals)
     moves = jax.jvp(log_psi, primals[:1], tangents[:1])[1]
     return mean, 2 * jnp.mean((local - mean) * moves)
-
-
-def test_a_variational_energy_takes_the_memory_of_its_micro_batches():
-    args = large()
-    assert taken(variational, *args) <= 0.3 * undivided(variational, *args)
-    [meets] = ga.batch_dependencies(variational, OVER)(*args).meetings
-    assert meets.type.shape == ()  # the mean of all
-
-
-class Network(nn.Module):
-    """Layers whose products are of float8."""
-
-    product: type
-
-    @nn.compact
-    def __call__(self, x):
-        for _ in range(2):
-            dense = nn.Dense(WIDTH, use_bias=False, dot_general_cls=self.product)
-            x = jnp.tanh(dense(x))
-        return x
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["Fp8DotGeneralOp", "Fp8DirectDotGeneralOp"])
-def test_layers_of_float8_take_no_more_for_the_largest_number_of_all_rows(
-    name, monkeypatch
-):
-    network = Network(getattr(fp8_ops, name))
-    x = array(MANY, WIDTH)
-    params = jax.jit(network.init)(jax.random.key(0), x[:2])
-
-    def loss(params, x):
-        return jnp.mean(network.apply(params, x) ** 2)
-
-    ours = jax.jit(ga.value_and_grad(loss, OVER))(params, x)[1]
-    due = jax.jit(jax.grad(loss))(params, x)
-    state = fp8_ops.OVERWRITE_WITH_GRADIENT
-    pairs = zip(*map(jax.tree.leaves, (ours[state], due[state])), strict=True)
-    assert all(np.allclose(a, b, rtol=1e-6, atol=0) for a, b in pairs)
-    assert ga.batch_dependencies(loss, OVER)(params, x).whole == []
-    found, of_all = taken(loss, params, x), undivided(loss, params, x)
-    monkeypatch.setattr(fp8_ops, "compute_amax_history", lambda x, history: history)
-    assert found <= 1.1 * taken(loss, params, x)
-    assert found <= 0.4 * of_all

@@ -6,81 +6,26 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import bits, mean_of, mesh_of, nbytes, normal, put, squares
+from helpers import bits, mean_of, mesh_of, normal, put, squares
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from test_devices import WHOLE, count, make_batch
+from test_devices import WHOLE
 
 import ga_optax as ga
 from ga_optax import accumulator
 from ga_optax._loop import fences
 
 L, WIDTH, ROWS = 8, 8, 32
-NUMBERS = (8, 4, 2, 1)
 
 
 def logical(mesh, name="data", **options):
     return ga.DataAxis(name, mesh=mesh, logical_devices=L, **options)
 
 
-def make_params():
-    return {
-        "layers": normal(2, WIDTH, WIDTH, seed=0) / 4,
-        "q": normal(WIDTH, WIDTH, seed=1),
-        "gain": normal(WIDTH, seed=2),
-    }
-
-
 def ran(fun, mesh, *args, spec=WHOLE, axes="data"):
     """A compiled call of parameters and a batch that lie on a mesh."""
     *whole, batch = args
     return jax.jit(fun)(*put(whole, mesh, spec), put(batch, mesh, P(axes)))
-
-
-def layer(h, w):
-    return h + jnp.tanh(h @ w) * jax.nn.silu(h), None
-
-
-def token_loss(params, batch, key):
-    """Layers that are computed again, attention, dropout, and a mean over tokens."""
-    kept = jax.random.bernoulli(key, 0.9, batch["x"].shape)
-    h = jnp.where(kept, batch["x"], 0) * params["gain"][None]
-    h, _ = jax.lax.scan(jax.checkpoint(layer), h, params["layers"])
-    scores = (h * params["q"][0][None])[:, :, None] * h[:, None] / 3
-    h = jnp.sum(jax.nn.softmax(scores) * h[:, None], -1) @ params["q"]
-    error = jnp.sum(h**2 * batch["mask"]) / jnp.sum(batch["mask"])
-    return error + 0.01 * jnp.sum(params["gain"] ** 2)
-
-
-def train(n, k, steps=3, **options):
-    """All bits of a run on n devices: parameters, momentum and the losses."""
-    mesh = mesh_of(n)
-    options |= {"rng_argnums": 2, "data_axis": logical(mesh)}
-    gradient = mean_of(token_loss, k, **options)
-    opt = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1e-2, 0.9))
-
-    @jax.jit
-    def step(params, state, batch, key):
-        value, grads = gradient(params, batch, key)
-        updates, state = opt.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    params, losses = put(make_params(), mesh, P()), []
-    state, batch = opt.init(params), put(make_batch(ROWS, WIDTH), mesh, P("data"))
-    for i in range(steps):
-        params, state, value = step(params, state, batch, jax.random.key(i))
-        losses.append(value)
-    return bits(jax.device_get((params, state, losses)))
-
-
-# With references (in place) from jax 0.11.1 on.
-@pytest.mark.published
-@pytest.mark.parametrize(
-    ("k", "options"), [(1, {"weight_fn": count}), (2, {}), (4, {})]
-)
-def test_a_run_has_the_same_bits_on_any_number_of_devices(k, options, optax_promotion):
-    first, *others = (train(n, k, **options) for n in NUMBERS)
-    assert others == [first] * len(others)
 
 
 def test_without_logical_devices_the_bits_depend_on_the_devices():
@@ -91,9 +36,6 @@ def test_without_logical_devices_the_bits_depend_on_the_devices():
         fun = mean_of(squares, k, data_axis=ga.DataAxis("data", mesh=mesh))
         results.append(bits(ran(fun, mesh, *args)))
     assert results[0] != results[1]
-
-
-# -- The order of the sums -------------------------------------------------------------
 
 
 def tree_sum(terms):
@@ -142,99 +84,6 @@ def test_two_axes_and_sharded_parameters_have_those_bits_too(spec):
     _, got = gradient_on(mesh, loss, params, batch, **options)
     assert got.sharding.spec == spec
     np.testing.assert_array_equal(got, tree_sum(list(batch)) / np.float32(L))
-
-
-# -- Everything else that crosses devices ----------------------------------------------
-
-
-def with_aux(params, carry, x):
-    value = linear(params, x)
-    new = {"mean": carry["mean"] * 0.9 + jnp.mean(x), "steps": carry["steps"] + 1}
-    aux = {"mean": value * 1.7, "sum": jnp.sum(x > 0)}
-    return value, (new, aux | {"last": jnp.min(x), "stack": jnp.max(x)})
-
-
-@pytest.mark.slow
-def test_aux_of_every_mode_and_the_carry_are_those_of_the_logical_devices():
-    params, batch = normal(WIDTH, seed=7), normal(ROWS, WIDTH, seed=8)
-    carry = {"mean": np.float32(0.3), "steps": np.int32(5)}
-    aux = {name: name for name in ("mean", "sum", "last", "stack")}
-    options = {"has_aux": True, "aux": aux, "carry_argnums": 1, "batch_argnums": 2}
-    results = []
-    for n in (4, 1):
-        mesh = mesh_of(n)
-        fun = mean_of(with_aux, 2, data_axis=logical(mesh), **options)
-        results.append(jax.device_get(ran(fun, mesh, params, carry, batch)))
-    assert bits(results[0]) == bits(results[1])
-    (_, (new, aux)), _ = results[0]
-    assert new["steps"] == 7
-    assert aux["sum"] == np.sum(batch > 0)
-    assert aux["last"] == np.min(batch[-2:])
-    np.testing.assert_array_equal(aux["stack"], np.max(batch.reshape(16, -1), 1))
-
-
-@pytest.mark.slow
-def test_a_window_goes_on_in_the_middle_on_another_number_of_devices(optax_promotion):
-    """Two calls a window; after each, the state moves to other devices."""
-    batches = [normal(ROWS, WIDTH, seed=seed) for seed in range(4)]
-    tx = ga.MultiSteps(optax.adam(1e-2, eps=1e-6), 2)
-
-    def compiled(mesh):
-        @jax.jit
-        def micro_step(params, state, batch):
-            step = mean_of(squares, 2, data_axis=logical(mesh))
-            return ga.apply_gradients(tx, step(params, batch)[1], state, params)
-
-        return mesh, micro_step
-
-    def run(numbers):
-        params = normal(WIDTH, WIDTH, seed=11)
-        state = tx.init(params)
-        steps = {n: compiled(mesh_of(n)) for n in set(numbers)}
-        for n, batch in zip(numbers, batches, strict=True):
-            mesh, step = steps[n]
-            args = put((params, state), mesh, P())
-            params, state = jax.device_get(step(*args, put(batch, mesh, P("data"))))
-        return params, state
-
-    expected = run([4, 4, 4, 4])
-    assert np.any(expected[0] != normal(WIDTH, WIDTH, seed=11))
-    assert bits(run([4, 1, 2, 1])) == bits(expected)
-
-
-def wire_bytes(found, n):
-    """What a device sends: its operand but for its own share, or its share n - 1 times.
-
-    A ring's all-reduce sends n - 1 shares twice.
-    """
-    factor = {"all-to-all": (n - 1) / n, "all-gather": n - 1}
-    factor["all-reduce"] = 2 * (n - 1) / n
-    return sum(factor[c.kind] * c.num_bytes for c in found.collectives)
-
-
-@pytest.mark.grid(1)
-@pytest.mark.parametrize("n", [2, 8])
-def test_it_sends_as_many_bytes_as_an_all_reduce(n):
-    mesh = mesh_of(n)
-    params, batch = np.zeros((256, 128), np.float32), normal(ROWS, 256, seed=12)
-
-    def audit(data_axis):
-        fun = jax.jit(mean_of(squares, 2, data_axis=data_axis))
-        args = put(params, mesh, P()), put(batch, mesh, P("data"))
-        return ga.audit(fun.lower(*args).compile(), mesh)
-
-    plain, ours = audit(ga.DataAxis("data", mesh=mesh)), audit(logical(mesh))
-    assert {c.kind for c in plain.collectives} == {"all-reduce"}
-    kinds = {(c.kind, c.axes) for c in ours.collectives}
-    assert kinds == {(kind, ("data",)) for kind in ("all-to-all", "all-gather")}
-    assert not ours.in_loop
-    padding = 4 * (n - 1)  # the loss, in as many parts as there are devices
-    ring = 2 * (n - 1) / n * nbytes(params)
-    assert wire_bytes(ours, n) - wire_bytes(plain, n) <= padding * 2 * (n - 1) / n
-    assert ring <= wire_bytes(plain, n) < 1.001 * ring
-
-
-# -- Why one device agrees -------------------------------------------------------------
 
 
 def compiled(loss, n, *shape):

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import mean_of, mesh_of, nbytes, temporaries
-from optax import microbatching
+from helpers import mean_of, nbytes, temporaries
 
 import ga_optax as ga
 from ga_optax._loop.in_place import HAS_REFS
@@ -89,19 +88,6 @@ def test_with_adam_a_window_takes_little_more_than_a_single_micro_batch(k, weigh
     assert window(optimize=False) > 1.5 * single
 
 
-@pytest.mark.cpu
-def test_alone_it_takes_at_most_a_third_of_the_peer():
-    peer = microbatching.microbatch(
-        jax.value_and_grad(loss),
-        argnums=1,
-        microbatch_size=BATCH // K,
-        accumulator=microbatching.AccumulationType.MEAN,
-    )
-    peer = megabytes(peer, PARAMS, batch(BATCH))
-    assert alone(K, BATCH) <= 0.33 * peer
-    assert alone(K, BATCH, optimize=False) > 0.65 * peer
-
-
 def test_it_does_not_grow_with_the_batch_and_the_undivided_one_does():
     assert abs(alone(2 * K, 2 * BATCH) - alone(K, BATCH)) < 0.1
     assert alone(0, 2 * BATCH) > 1.5 * alone(0, BATCH)
@@ -113,17 +99,3 @@ def test_a_donated_accumulator_is_updated_where_it_lies():
     call = ga.accumulate(loss, 2)
     taken = megabytes(call, acc, PARAMS, batch(2 * BATCH // K), donate=0)
     assert taken < 0.5 * TREE
-
-
-@pytest.mark.exhaustive
-def test_on_many_devices_a_window_takes_one_tree_more_for_the_reduction():
-    """The all-reduce of XLA:CPU is not in place: its result is a second tree."""
-    bound = with_adam(ga.value_and_grad(loss, K), BATCH) + 1.05 * TREE
-    axis = ga.DataAxis("data", mesh=mesh_of(8))
-
-    def on_devices(k, rows):
-        return with_adam(ga.value_and_grad(loss, k, data_axis=axis), rows)
-
-    assert on_devices(K, 8 * BATCH) <= bound
-    assert on_devices(2 * K, 16 * BATCH) <= bound
-    assert on_devices(1, 16 * BATCH) > bound  # the twin: activations of all rows

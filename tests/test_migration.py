@@ -1,11 +1,4 @@
-"""docs/migrating.md: the programs before and after train the same model.
-
-Both are held to the run in float64, each within a bound on its own rounding. The run is
-SGD on a linear model, w <- w - rate · 2/n · Xᵀ(Xw - y) over the n rows of a window, for
-which that bound is a recursion (Higham, "Accuracy and Stability of Numerical
-Algorithms", 2nd ed., 2002, section 3.1): an error e of w becomes at most (I + A)·e with
-A = rate · 2/n · |X|ᵀ|X|, and a step adds N roundings of the terms that it sums.
-"""
+"""docs/migrating.md: the programs before and after train the same model."""
 
 import pathlib
 import re

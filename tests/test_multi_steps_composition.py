@@ -171,18 +171,3 @@ def test_what_counts_micro_steps_beside_an_accumulator_is_named(tx, where):
     said = pytest.warns(UserWarning, match=f"counts micro-steps at .*{where}")
     with said if where else contextlib.nullcontext():  # a warning is an error
         ga.apply_gradients(tx, GRADS[0], tx.init(PARAMS), PARAMS)
-
-
-def test_a_schedule_that_is_injected_advances_on_steps_alone():
-    schedule, k = optax.warmup_cosine_decay_schedule(0.0, 0.3, 3, 8), 3
-    tx = ga.MultiSteps(optax.inject_hyperparams(optax.sgd)(learning_rate=schedule), k)
-    update, params, state = jax.jit(tx.update), PARAMS, tx.init(PARAMS)
-    for step in range(8):
-        for _ in range(k):
-            updates, state = update(MEAN, state, params)
-        # The mean of k equal gradients is exact, so only the optimizer rounds.
-        np.testing.assert_allclose(
-            updates["w"], -schedule(step) * MEAN["w"], rtol=1e-6, atol=1e-9
-        )
-        rate = state.inner_opt_state.hyperparams["learning_rate"]
-        np.testing.assert_allclose(rate, schedule(step), rtol=1e-6)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import DROPS, SKIPS, array, leaves_of, mesh_of, put, times_rate
+from helpers import DROPS, SKIPS, array, leaves_of, mesh_of, put, refusals, says
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -225,45 +225,6 @@ def test_a_nan_on_one_device_is_skipped_on_all(options, counts, kept):
     assert_close(got, alone(kept))
 
 
-@pytest.mark.slow
-def test_extra_arguments_are_averaged_over_devices_and_the_data_may_end_a_window():
-    tx = across(2 * K, optax.sgd(1.0), mean_argnames=("value",))
-
-    def step(params, state, batch, emit):
-        value, grads = local_grads(params, batch)
-        grads["n"] = jax.lax.pcast(jnp.ones(2, int), ("data",), to="varying")
-        options = {"weight": tokens(batch), "emit": emit, "value": value}
-        return ga.apply_gradients(tx, grads, state, params, **options)
-
-    params = new = PARAMS | {"n": jnp.arange(2)}
-    state, step = init(tx, params), jax.jit(mapped(step, tx, P("data"), P()))
-    for i in range(K):
-        new, state = step(new, state, part(i), jnp.array(i == K - 1))
-    assert bool(ga.has_updated(state))
-    np.testing.assert_array_equal(new["n"], params["n"] - 1)
-    # What the state holds is each device's sum; all of them are the window's.
-    sums, whole = state.arg_totals["value"], jax.tree.map(jnp.concatenate, part(FIRST))
-    assert sums.shape == state.weight.shape == (8,)
-    np.testing.assert_allclose(
-        jnp.sum(sums) / tokens(whole), loss(PARAMS, whole), rtol=1e-5
-    )
-
-
-def test_a_window_of_one_micro_step_averages_extra_arguments_that_are_the_same():
-    tx = across(1, times_rate(), mean_argnames="rate")
-
-    def step(params, state, batch):
-        _, grads = local_grads(params, batch)
-        return ga.apply_gradients(tx, grads, state, params, rate=jnp.float32(2))
-
-    new, _ = jax.jit(mapped(step, tx, P("data")))(PARAMS, init(tx), part(0))
-    rows = jax.tree.map(lambda x: x.reshape(8, ROWS // 8, -1), part(0))
-    mean = jax.grad(lambda p: jnp.mean(jax.vmap(loss, (None, 0))(p, rows)))(PARAMS)
-    assert_close(new, jax.tree.map(lambda p, g: p - 2 * g, PARAMS, mean))
-
-
-# -- Under jit alone, sharded ----------------------------------------------------------
-
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 
 
@@ -355,25 +316,20 @@ def outside(tx):
 
 
 PLATEAU = optax.chain(SGD, optax.contrib.reduce_on_plateau(patience=1))
-ERRORS = [
-    (
-        lambda tx: by(tx, jax.value_and_grad(loss)),
-        SGD,
-        r"leaf \['b'\].*reduced already",
-    ),
-    (lambda tx: by(tx, specs=(P(), P())), SGD, "Pass state_specs in in_specs"),
-    (outside, SGD, r"inside a jax\.shard_map.*state_specs"),
-    (sharded, SGD, r"leaf \['w'\] differs.*mix shards"),
-    (lambda tx: by(tx, value=lambda v, _: v), PLATEAU, r"\['value'\] differs.*pmean"),
-    (lambda tx: by(tx, emit=lambda _, b: b["x"][0, 0] > 0), SGD, r"\['emit'\] differs"),
-    (lambda tx: tx.init(PARAMS), SGD, "there is no mesh"),
-]
+ERRORS = """
+by(across(opt=SGD), jax.value_and_grad(loss)) -> V leaf ['b'] | reduced already
+by(across(opt=SGD), specs=(P(), P())) -> V Pass state_specs in in_specs
+outside(across(opt=SGD)) -> V inside a jax.shard_map | state_specs
+sharded(across(opt=SGD)) -> V leaf ['w'] differs | mix shards
+by(across(opt=PLATEAU), value=lambda v, _: v) -> V ['value'] differs | pmean
+by(across(opt=SGD), emit=lambda _, b: b["x"][0, 0] > 0) -> V ['emit'] differs
+across(opt=SGD).init(PARAMS) -> V there is no mesh
+"""
 
 
-@pytest.mark.parametrize(("call", "opt", "words"), ERRORS)
-def test_what_would_sum_something_else_is_refused(call, opt, words):
-    with pytest.raises(ValueError, match=words):
-        call(across(opt=opt))
+@pytest.mark.parametrize(("code", "error", "said"), refusals(ERRORS))
+def test_what_would_sum_something_else_is_refused(code, error, said):
+    says(lambda: eval(code), error, said)
 
 
 def test_what_the_messages_advise_works():

@@ -3,14 +3,13 @@
 import copy
 import functools
 import inspect
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import SKIPS, bits, leaves_of, load, train
+from helpers import SKIPS, bits, leaves_of
 
 import ga_optax as ga
 
@@ -160,27 +159,6 @@ def test_it_survives_copying_and_is_a_static_argument():
     assert int(init(tx, PARAMS).mini_step) == 0
 
 
-def test_with_another_function_it_is_a_transformation_like_any_other():
-    tx = ga.MultiSteps(optax.sgd(1.0), 2)
-
-    def louder(grads, state, params=None, **extra_args):
-        return tx.update(jax.tree.map(lambda g: 2 * g, grads), state, params)
-
-    replaced = tx._replace(update=louder)
-    assert not isinstance(replaced, ga.MultiSteps)
-    grads = [jnp.full(1, g) for g in (1.0, 2.0)]
-    params, state = train(replaced, grads, jnp.zeros(1))[-1]
-    assert float(params[0]) == -3.0
-    assert int(ga.stats(state).steps) == 1
-    with pytest.raises(TypeError, match="flush needs tx to be a ga_optax"):
-        ga.flush(replaced, state, params)
-    with pytest.raises(TypeError, match="emit needs tx to be a ga_optax"):
-        ga.apply_gradients(replaced, jnp.ones(1), state, params, emit=True)
-
-
-# -- from_optax ------------------------------------------------------------------------
-
-
 @pytest.mark.grid(2, 8)
 @pytest.mark.parametrize(
     ("at", "chained"), [(2, True), (3, False), (4, True), (0, False), (2, False)]
@@ -203,77 +181,3 @@ def test_from_optax_continues_the_run_from_any_micro_step(at, mean, chained):
         params = optax.apply_updates(params, updates)
     assert int(ga.stats(state).steps) == 3
     assert_same_run([{"params": params}], run(optax.MultiSteps, *args)[-1:])
-
-
-def test_from_optax_of_something_else_raises():
-    with pytest.raises(ValueError, match="there is none"):
-        ga.from_optax(optax.sgd(0.1).init(PARAMS))
-    theirs = optax.MultiSteps(optax.sgd(0.1), 2).init(PARAMS)
-    with pytest.raises(TypeError, match="from_optax"):
-        ga.MultiSteps(optax.sgd(0.1), 2).update(PARAMS, theirs, PARAMS)
-    with pytest.raises(ValueError, match="from_optax"):
-        ga.has_updated(theirs)
-
-
-# -- States that were saved ------------------------------------------------------------
-
-
-TX = ga.MultiSteps(optax.adam(0.1), 2)
-
-
-def open_window(tx=TX):
-    return train(tx, [PARAMS] * 3, PARAMS)[-1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", [0.0, 0.1, 0.3, 0.5, 0.7, 0.9])
-def test_flipped_bytes_of_a_checkpoint_are_never_restored_in_silence(place, tmp_path):
-    """By examples/resume.py, which test_examples.py kills inside of windows."""
-    for package in ("chex", "flax", "orbax.checkpoint", "sklearn"):
-        pytest.importorskip(package)
-    resume = load(pathlib.Path(__file__).parents[1] / "examples" / "resume.py")
-    tree = {"w": np.random.default_rng(0).normal(size=40_000), "b": np.zeros(3, int)}
-    with resume.open_checkpoints(tmp_path) as checkpoints:
-        resume.save(checkpoints, 1, tree)
-    files = (path for path in tmp_path.rglob("*") if path.is_file())
-    largest = max(files, key=lambda path: path.stat().st_size)
-    raw = np.fromfile(largest, np.uint8)
-    raw[int(place * len(raw)) :][:64] ^= 0xFF
-    raw.tofile(largest)
-    with resume.open_checkpoints(tmp_path) as checkpoints:
-        try:  # the twin: Orbax alone may say nothing, and the numbers are others
-            alone = resume.ocp.args.StandardRestore(tree)
-            changed = bits(checkpoints.restore(1, args=alone)) != bits(tree)
-        except ValueError:
-            changed = False
-        assert changed or place != 0.5
-        if changed:
-            with pytest.raises(ValueError, match=r"SHA-256 .* changed on the disk"):
-                resume.restore(checkpoints, 1, tree)
-
-
-def as_arrays(tree):
-    return jax.tree.map(np.asarray, tree)
-
-
-def test_a_state_of_numpy_arrays_goes_on_with_the_same_bits_outside_of_jit():
-    """NumPy rounds bfloat16 otherwise, as Optax alone shows: the twin."""
-    inner, draw = optax.adam(0.01), np.random.default_rng(0)
-    params, *grads = (jnp.asarray(draw.normal(size=(9, 3)), "bfloat16") for _ in "abcd")
-    tx = ga.MultiSteps(inner, 1)
-    _, state = ga.apply_gradients(tx, grads[0], tx.init(params), params)
-    own = [(params, state), (as_arrays(params), as_arrays(state))]
-    same = [ga.apply_gradients(tx, grads[1], s, p) for p, s in own]
-    assert bits(same[0]) == bits(same[1])
-    _, state = inner.update(grads[0], inner.init(params), params)
-    theirs = [inner.update(grads[1], s, params)[0] for s in (state, as_arrays(state))]
-    assert not np.array_equal(*theirs)
-
-
-def test_a_state_with_other_counters_is_refused():
-    _, state = open_window()
-    for counters in (), state.counters[1:]:
-        other = state._replace(counters=counters)
-        for update in TX.update, jax.jit(TX.update):
-            with pytest.raises(ValueError, match=r"counters .* must be int32\[4\]"):
-                update(PARAMS, other, PARAMS)

@@ -35,31 +35,6 @@ def counts(state):
     return tuple(map(int, numbers))
 
 
-# -- Against the oracle ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("weights", [None, [3, 17, 0, 256], [0.25, 0.5, 1.75, 8.125]])
-def test_in_float64_a_run_agrees_with_the_oracle_to_twelve_digits(weights):
-    rng, k, w = np.random.default_rng(0), 4, weights or [1] * 4
-    schedule = lambda t: 0.1 / (1 + t)  # noqa: E731
-    start, grads = rng.normal(size=5), rng.normal(size=(3 * k, 5))
-
-    def reference(last):
-        """The run; of the last window so many micro-batches have a part in it."""
-        adam = oracle.Adam(start, schedule)
-        for i, n in enumerate((k, k, last)):
-            adam.step(oracle.weighted_mean(grads[k * i :][:n], w[:n]))
-        return adam.p
-
-    with jax.enable_x64(True):
-        tx, of_all = ga.MultiSteps(optax.adam(schedule), k), weights and [*w] * 3
-        seen = train(tx, jnp.asarray(grads), jnp.asarray(start), of_all)
-        params, state = seen[-1]
-        assert (params.dtype, counts(state)[0]) == (jnp.float64, 3)
-        np.testing.assert_allclose(params, reference(k), rtol=1e-12)
-    assert np.abs(reference(k - 1) - np.asarray(params)).max() > 1e-6  # the twin
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("weights", [None, [3.0, 17.0, 0.0, 256.0]])
 def test_what_the_optimizer_sees_is_within_the_derived_bound(dtype, weights):
@@ -86,19 +61,6 @@ def test_what_the_optimizer_sees_is_within_the_derived_bound(dtype, weights):
     assert off([1.0] * 4 if weights else [1.0, 2.0, 1.0, 1.0])
 
 
-@pytest.mark.grid(1)
-@pytest.mark.parametrize("k", [2, 3, 7, 41])
-def test_integer_gradients_give_the_bits_of_the_single_batch(k):
-    # The loss is a mean over micro-batches of equal sums: integers, divided once.
-    rng = np.random.default_rng(k)
-    grads = rng.integers(-512, 512, (k, 64)).astype(np.float32) * k
-    single = jnp.asarray(grads.sum(0) / k)  # an integer: exact
-    params = jnp.asarray(rng.normal(size=64), jnp.float32)
-    big = train(ga.MultiSteps(ADAM, 1), [single] * 3, params)
-    ours = train(ga.MultiSteps(ADAM, k), list(jnp.asarray(grads)) * 3, params)
-    assert bits(ours[-1][0]) == bits(big[-1][0])
-
-
 @pytest.mark.grid(3)
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("emit", ["counted", "static"])
@@ -111,23 +73,6 @@ def test_a_window_of_weight_zero_changes_nothing_and_is_counted(k, emit):
     assert bits((after, state.inner_opt_state)) == bits(before)
     assert counts(state) == (0, 0, 1, k, 0)
     assert not ga.has_updated(state)
-
-
-@pytest.mark.parametrize("kind", [bool, np.bool_, jnp.bool_], ids=["bool", "np", "jnp"])
-def test_a_boolean_weight_counts_one_or_nothing(kind):
-    weights, one = [1.0, 0.0, 1.0, 1.0], jnp.ones([])
-    grads, tx = [one, jnp.nan * one, 3 * one, 5 * one], ga.MultiSteps(SGD, 4)
-    booleans = [kind(w) for w in weights]
-    assert float(train(tx, grads, one, booleans)[-1][0]) == 1 - 3  # traced
-    params, state = one, tx.init(one)
-    for g, weight in zip(grads, booleans, strict=True):  # known
-        params, state = ga.apply_gradients(tx, g, state, params, weight=weight)
-    assert float(params) == 1 - 3
-    of_some = ga.accumulate(
-        lambda w, x: w * jnp.mean(x), 4, weight_fn=lambda x: x[0] > 0
-    )
-    acc = of_some(accumulator.init(one), one, jnp.arange(8.0))[1]
-    assert float(accumulator.mean(acc)) == np.mean(np.arange(2, 8))
 
 
 @pytest.mark.slow
@@ -158,8 +103,6 @@ def test_a_traced_weight_that_is_none_makes_its_window_nan(weight):
     params, state = across(jnp.asarray(weight), **DROPS)
     assert (bits(params), counts(state)[2]) == (bits(w), 1)
 
-
-# -- Faults ----------------------------------------------------------------------------
 
 K = 4
 GOOD = [jnp.array([float(i), -1.0, 2.0]) for i in range(2 * K)]
@@ -231,9 +174,6 @@ def test_any_function_may_drop_a_window_also_of_a_run_that_skips(skips):
     _, state = train(tx, [jnp.array([g], float) for g in grads], jnp.ones(1))[-1]
     assert counts(state) == (1, skips, 1, 4, 0)
     assert float(state.drop_state["seen"]) == 3.0  # the mean, as the optimizer sees it
-
-
-# -- flush, emit, k that changes -------------------------------------------------------
 
 
 @pytest.mark.grid(2)
@@ -415,21 +355,3 @@ def test_the_norm_of_a_window_is_that_of_what_the_optimizer_saw(k, clip):
         # A sum of 19 squares, each rounded, of means of k numbers, and a root.
         assert abs(norm - due) <= (19 + k + 3) * np.finfo(np.float32).eps * due
         assert abs(norm - np.linalg.norm(flat[i])) > 1e-3 or k == 1  # the twin
-
-
-@pytest.mark.quick
-def test_a_window_without_a_step_keeps_the_norm_and_without_track_norm_there_is_none():
-    tx, params = ga.MultiSteps(SGD, 1, track_norm=True, **DROPS), jnp.zeros(2)
-    _, state = train(tx, [jnp.array([3.0, 4.0]), jnp.array([jnp.nan, 0])], params)[-1]
-    assert float(ga.grad_norm(state)) == 5
-    plain = ga.MultiSteps(SGD, 2)
-
-    def program(tx):
-        return str(jax.make_jaxpr(tx.update)(params, tx.init(params), params))
-
-    assert "sqrt" not in program(plain)  # nothing in the program, either
-    assert "sqrt" in program(ga.MultiSteps(SGD, 2, track_norm=True))
-    with pytest.raises(ValueError, match="track_norm=True"):
-        ga.grad_norm(plain.init(params))
-    with pytest.raises(ValueError, match="_replace\\(grad_norm="):
-        tx.update(params, plain.init(params), params)

@@ -109,18 +109,3 @@ def test_the_environment_sets_it(name, value, answer):
     run = python("-c", program, **{f"GA_OPTAX_{name}": value})
     assert answer in (run.stderr if run.returncode else run.stdout)
     assert bool(run.returncode) == (value == "maybe")
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("name", "value", "said"),
-    [
-        ("optimise", False, "The option of ga_optax.config must be"),
-        ("optimize", 0, "must be a bool, but it got 0"),
-        ("whole_draws", "yes", "whole_draws must be a bool, but it got 'yes'"),
-    ],
-)
-def test_an_unknown_option_or_value_raises(name, value, said):
-    with pytest.raises((AttributeError, TypeError), match=said):
-        ga.config.update(name, value)
-    assert ga.config.optimize is True

@@ -1,11 +1,9 @@
 """What is published works by itself: built, installed elsewhere, its source gone."""
 
 import importlib.metadata
-import os
 import pathlib
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -17,7 +15,6 @@ import pytest
 import ga_optax
 
 ROOT = pathlib.Path(__file__).parents[1]
-WORKFLOWS = ROOT / ".github" / "workflows"
 # A few of every kind: numbers, errors, other transformations, what a step compiles to.
 SELECTED = "accumulator", "audit", "refused", "multi_steps_composition"
 published = pytest.mark.published
@@ -58,9 +55,6 @@ def installed(tmp_path_factory):
         return Installed(in_sdist, set(names.namelist()), site, source)
 
 
-# -- What is in it ---------------------------------------------------------------------
-
-
 @published
 def test_the_wheel_holds_every_module_the_type_marker_and_no_test(installed):
     package = {
@@ -97,9 +91,6 @@ def test_at_run_time_it_requires_jax_and_optax_alone(installed):
     assert extras == "cuda12 cuda13 flax target-gpu target-tpu testing"
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert f"\n## {found.version} " in changelog
-
-
-# -- It works by itself ----------------------------------------------------------------
 
 
 @published
@@ -143,9 +134,6 @@ def test_tests_pass_against_the_wheel_with_its_source_gone(installed):
     assert re.search(r"\b\d\d+ passed", printed)
 
 
-# -- Types -----------------------------------------------------------------------------
-
-
 def type_check(program, site):
     pytest.importorskip("pyrefly", reason="types are checked with pyrefly")
     command = "-m", "pyrefly", "check", "--output-format", "min-text"
@@ -170,18 +158,13 @@ def test_types_pass_in_a_users_program_which_runs_and_every_mistake_is_found(ins
     assert set(map(int, found)) == marked
 
 
-# -- What the documents say ------------------------------------------------------------
-
-
 def test_the_changelog_names_every_public_name():
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     for name in ga_optax.__all__:
         assert re.search(rf"`[^`]*\b{name}\b[^`]*`", text), name
 
 
-# -- Workflows -------------------------------------------------------------------------
-
-
+WORKFLOWS = ROOT / ".github" / "workflows"
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 TARGETS = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.M))
 
@@ -211,28 +194,3 @@ def test_documents_name_make_targets_that_exist():
         named = set(re.findall(r"(?:^ {4}|`)make ([a-z-]+)", text, re.M))
         assert named
         assert named <= TARGETS
-
-
-@pytest.mark.skipif(not shutil.which("make"), reason="there is no make")
-def test_make_takes_the_newest_python_that_starts_and_says_which_does_not(tmp_path):
-    for name, text in (
-        ("python3.14", "echo 'no such command' >&2; exit 127"),
-        ("python3.13", f'exec "{sys.executable}" "$@"'),
-    ):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
-        (tmp_path / name).chmod(0o755)
-    # Not what the `make` that runs this test was told: MAKEFLAGS overrides a variable.
-    told = ("PYTHON", "MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL")
-    env = {name: value for name, value in os.environ.items() if name not in told}
-    env["PATH"] = f"{tmp_path}:{env['PATH']}"
-
-    def made(**more):
-        command = ["make", "-n", ".venv-nowhere/ready", "VENV=.venv-nowhere"]
-        return subprocess.check_output(
-            command, cwd=ROOT, env=env | more, stderr=subprocess.STDOUT, text=True
-        )
-
-    said = made()
-    assert "python3.13 -m venv" in said
-    assert said.count("Left out python3.14, which does not start: no such command") == 1
-    assert "Left out" not in made(PYTHON="python3.13")  # the twin: it is named

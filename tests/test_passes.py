@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import pathlib
 import sys
 from typing import Any, NamedTuple
 
@@ -41,9 +40,6 @@ def notes_of(loss, *args, make=ga.value_and_grad):
     with log.recorded() as lines:
         jax.make_jaxpr(make(loss, K))(*args)
     return lines
-
-
-# -- Known, or left alone --------------------------------------------------------------
 
 
 @HAS_REFS
@@ -109,9 +105,6 @@ def test_checkify_sees_into_the_loop(jits, monkeypatch):
     rules = sys.modules[checkify.checkify.__module__].error_checks
     monkeypatch.delitem(rules, transformable._primitive())
     assert error(ga.value_and_grad(loss, K)) != expected
-
-
-# -- Each pass of the table: that it does something, what it equals, what it leaves ----
 
 
 class Example(NamedTuple):
@@ -297,9 +290,6 @@ def test_every_pass_says_what_it_leaves_alone_and_where(one, example):
     assert "test_passes.py" in line
 
 
-# -- A pass that fails -----------------------------------------------------------------
-
-
 def bfloat16_layers(w, x):
     """Something for each pass of a call without a mesh to do."""
     angles = jnp.cos(jnp.arange(WIDTH, dtype=jnp.float32) * 0.3)[None]
@@ -336,9 +326,6 @@ def test_a_pass_that_fails_is_left_out_with_one_warning(broken, said, monkeypatc
     with pytest.warns(UserWarning, match=f"'products'.*{said}.*optimize=False"):
         assert text_of(bfloat16_layers, *args) == expected
     assert text_of(bfloat16_layers, *args) == expected  # and no other warning
-
-
-# -- The next JAX ----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -427,9 +414,6 @@ def test_this_jax_is_as_known_in_any_context_of_the_first_call(context):
         assert found == [[]]
 
 
-# -- The size of a program -------------------------------------------------------------
-
-
 @pytest.mark.quick
 @HAS_REFS
 def test_the_log_names_the_line_that_keeps_a_parameter_out(caplog):
@@ -438,22 +422,6 @@ def test_the_log_names_the_line_that_keeps_a_parameter_out(caplog):
     assert "used more than once" in note
     assert "test_passes.py" in note
     assert note in caplog.text
-
-
-def test_the_log_names_lines_of_the_user_alone():
-    """Also where the loop over micro-batches writes equations of its own."""
-
-    def loss(w, x):
-        layer = jax.checkpoint(lambda h, w: (h - jnp.mean(h @ w, 0)[None], None))
-        return jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2)
-
-    log = " ".join(notes_of(loss, *arguments()))
-    assert "test_passes.py" in log
-    assert "ga_optax" not in log.replace(str(pathlib.Path(__file__).parents[1]), "")
-    assert "unknown" not in log
-
-
-# -- What a call keeps -----------------------------------------------------------------
 
 
 @pytest.mark.grid(1, 4)

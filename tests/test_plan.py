@@ -77,9 +77,6 @@ def test_a_plan_is_a_table():
     assert "Not compiled, as the search did not need them: 8, 32, 64." in page
 
 
-# -- The search, over steps of any need ------------------------------------------------
-
-
 @pytest.mark.parametrize("limit", range(170, 6600, 422))
 def test_the_search_finds_the_fewest_that_fit(limit):
     seen = []
@@ -141,9 +138,6 @@ def test_where_every_candidate_fails_the_first_failure_is_the_cause():
     assert info.value.__cause__ is error
 
 
-# -- The limit -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("given", "size"),
     [
@@ -186,9 +180,6 @@ def test_a_backend_that_reports_no_memory_raises():
         ga.plan(lambda k: step_of(None), batch_size=1, memory_limit=1)
 
 
-# -- Which gradients are added in place ------------------------------------------------
-
-
 def notes_of(num_microbatches, **options):
     """The notes of a model that scans over its layers, and its page has each once."""
 
@@ -226,14 +217,6 @@ def test_the_page_names_the_leaves_that_are_added_in_place_and_why_others_are_no
     why = "no scan runs over the parameter itself: XLA reuses the buffer"
     assert head == f"Gradients not added in place ({why}): leaf ['head']."
 
-
-def test_without_a_choice_it_says_so_or_nothing():
-    assert notes_of(1) == []  # it is the undivided program
-    [note] = notes_of(2, optimize=False)
-    assert note == f"Gradients not added in place (optimize=False): {LEAVES}."
-
-
-# -- Machines that are not here --------------------------------------------------------
 
 # Their compilers are not among the packages of these tests, so the devices of this
 # process stand in for those of a target.
@@ -335,20 +318,6 @@ def test_an_unknown_target_and_arguments_that_do_not_lie_on_it_raise(
 ):
     with pytest.raises(ValueError, match=said):
         planned(target, mesh)
-
-
-@pytest.mark.parametrize(
-    ("name", "extra"), [("v5e", "target-tpu"), ("h100", "target-gpu")]
-)
-def test_a_missing_compiler_is_named_with_the_line_that_installs_it(
-    monkeypatch, name, extra
-):
-    def missing(*args, **kwargs):
-        raise NotImplementedError("topology not implemented")
-
-    monkeypatch.setattr(topologies, "get_topology_desc", missing)
-    with pytest.raises(ValueError, match=rf'pip install "ga_optax\[{extra}\]"'):
-        planned(name)
 
 
 def test_a_compiler_that_refuses_every_candidate_says_that_nothing_fits():

@@ -11,7 +11,6 @@ import pytest
 import ga_optax as ga
 from ga_optax._devices import meshes
 from ga_optax._loop import in_place
-from ga_optax._passes import products
 from ga_optax.testing import assert_trees_bitwise_equal
 
 ROWS, WIDTH, LAYERS, K = 512, 8, 2, 4
@@ -137,27 +136,6 @@ def test_sums_over_rows_of_bfloat16_are_those_of_float32(model, monkeypatch):
     helpers.without_pass(monkeypatch, "products")
     assert found(ga.value_and_grad(loss, K)) == set()
     assert found(jax.value_and_grad(loss)) == set()
-
-
-@pytest.mark.slow
-@pytest.mark.grid(1)
-@pytest.mark.parametrize("how", ["scanned", "cast_before", "held"])
-def test_every_grouping_has_the_same_bits_in_place_and_not(how):
-    model = scanned if how == "scanned" else cast_before
-    params, batch = draw(model)
-    if how == "held":
-        params = jax.tree.map(narrow, params)
-
-    def loss(p, batch):
-        return jnp.mean(jnp.tanh(losses_of(model)(p, batch) / ROWS))
-
-    def mean(grouping):
-        return helpers.in_calls(loss, params, batch, grouping)[1]
-
-    expected = mean([K])
-    for refs, grouping in ((True, [1] * K), (False, [K]), (False, [1] * K)):
-        with helpers.by_hand(refs):
-            assert_trees_bitwise_equal(mean(grouping), expected)
 
 
 def test_a_product_over_rows_and_positions_runs_on_cpus():
@@ -310,42 +288,3 @@ def test_a_product_of_triton_is_added_after_it_and_no_other_sum(
     # If the compiler may distribute it, it has to take reductions past the addition.
     monkeypatch.undo()
     assert barriers_of_gpus(ga.value_and_grad(loss, 2), w, jnp.ones((32, 8))) == 0
-
-
-def attended(params, x):
-    """A bfloat16 transformer of unrolled layers."""
-
-    def norm(h):
-        h = wide(h)
-        return narrow(h * jax.lax.rsqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6))
-
-    h = narrow(x)
-    for p in params:
-        p = jax.tree.map(narrow, p)
-        q, k, v = (norm(h) @ p[name] for name in "qkv")
-        scores = wide(jnp.einsum("bse,bte->bst", q, k))
-        h = h + narrow(jax.nn.softmax(scores)) @ v @ p["o"]
-        h = h + jax.nn.gelu(norm(h) @ p["u"]) @ p["d"]
-    return jnp.mean(wide(h) ** 2)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("optax_promotion")  # of gelu
-def test_unrolled_layers_take_no_more_than_the_plain_scan(monkeypatch):
-    def shape(*sizes):
-        return jax.ShapeDtypeStruct(sizes, jnp.float32)
-
-    layer = {name: shape(64, 64) for name in "qkvo"}
-    layer |= {"u": shape(64, 256), "d": shape(256, 64)}
-    args = [layer] * 4, shape(K * 8, 64, 64)
-
-    def taken(**options):
-        step = ga.value_and_grad(attended, K, **options)
-        return helpers.temporaries(jax.jit(step), *args)
-
-    plain = taken(optimize=False)
-    assert taken() <= 1.02 * plain
-    # The twin: casts that products share are kept beside what they cast.
-    monkeypatch.setattr(products, "_alone", lambda operands: operands)
-    if in_place.HAS_REFS:  # XLA of jax 0.10 keeps none of them
-        assert taken() > 1.05 * plain

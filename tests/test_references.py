@@ -82,19 +82,3 @@ def test_one_from_outside_of_the_loss_is_refused():
 
     with pytest.raises(TypeError, match="from outside of it"):
         ga.value_and_grad(loss, 4)(W, X)
-
-
-def without_its_batch(w, x):
-    return of_params(w, X)
-
-
-@pytest.mark.grid(2, 4)
-@pytest.mark.parametrize("loss", [of_params, in_a_loop, in_a_scan, without_its_batch])
-def test_verify_reads_a_loss_with_references_as_any_other(loss):
-    report = ga.verify(loss, W, X, 4)
-    assert "calls code that computes in" not in str(report)
-    if loss is without_its_batch:
-        assert "does not use its batch" in report.warnings[0]
-        return
-    assert report.cause in (ga.Cause.ROUNDING, ga.Cause.CROSS_EXAMPLE), report
-    assert report.warnings == ()

@@ -1,5 +1,7 @@
 """A `jax.shard_map` inside of a loss: devices have parts of rows, or their own rows."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -34,9 +36,9 @@ def product(x, up, down):
     return jax.lax.psum(jnp.tanh(x @ up) @ down, "model")
 
 
-def of_weights(p, x):
+def of_weights(p, x, **options):
     """Every device has all rows, and a part of the weights."""
-    run = over((WHOLE, *WEIGHTS))(product)
+    run = over((WHOLE, *WEIGHTS), **options)(product)
     return (run(x, p["up"], p["down"]) ** 2).mean()
 
 
@@ -44,12 +46,6 @@ def of_rows(p, x):
     """And rows of its own."""
     h = over((ROWS, *WEIGHTS), ROWS)(product)(x, p["up"], p["down"])
     return (h * jnp.linspace(0, 1, len(x))[:, None]).mean()
-
-
-def unchecked(p, x):
-    """Only one axis of the mesh is the function's, and nothing keeps track."""
-    run = over((WHOLE, *WEIGHTS), axis_names={"model"}, check_vma=False)(product)
-    return (run(x, p["up"], p["down"]) ** 2).mean()
 
 
 def dropped(p, x):
@@ -65,43 +61,35 @@ def dropped(p, x):
 
 def of_columns(p, x):
     """Rows are the second axis; parts of their numbers are elsewhere."""
-
-    @over((P("model", "data"), P("model")), P(None, "data"))
-    def run(x, up):
-        return jnp.tanh(jax.lax.psum(up.T @ x, "model"))
-
+    run = over((P("model", "data"), P("model")), P(None, "data"))(
+        lambda x, up: jnp.tanh(jax.lax.psum(up.T @ x, "model"))
+    )
     return ((p["down"].T @ run(x.T, p["up"])) ** 2).mean()
 
 
 def of_a_sum(p, x):
     """What comes back is summed over rows and devices."""
-
-    @over((ROWS, WHOLE))
-    def run(x, up):
-        return jax.lax.psum((jnp.tanh(x @ up) ** 2).sum(0), "data")
-
+    run = over((ROWS, WHOLE))(
+        lambda x, up: jax.lax.psum((jnp.tanh(x @ up) ** 2).sum(0), "data")
+    )
     return jnp.tanh(run(x, p["up"]) / len(x)) @ p["down"].sum(1)
 
 
 def of_places(p, x):
     """The place of a row among those of a device."""
-
-    @over((ROWS, WHOLE), ROWS)
-    def run(x, up):
-        return jnp.tanh(x @ up) * jnp.arange(len(x), dtype=x.dtype)[:, None]
-
+    run = over((ROWS, WHOLE), ROWS)(
+        lambda x, up: jnp.tanh(x @ up) * jnp.arange(len(x), dtype=x.dtype)[:, None]
+    )
     return (run(x, p["up"]) @ p["down"]).mean()
 
 
 def meets(p, x):
-    @over((ROWS, WHOLE), ROWS)
-    def run(x, up):
-        h = jnp.tanh(x @ up)
-        return h - jax.lax.pmean(h.mean(0), "data")
-
-    return ((run(x, p["up"]) @ p["down"]) ** 2).mean()
+    run = over((ROWS,), ROWS)(lambda h: h - jax.lax.pmean(h.mean(0), "data"))
+    return ((run(jnp.tanh(x @ p["up"])) @ p["down"]) ** 2).mean()
 
 
+# Only one axis of the mesh is the function's, and nothing keeps track.
+unchecked = functools.partial(of_weights, axis_names={"model"}, check_vma=False)
 LOSSES = [of_weights, of_rows, of_columns, of_a_sum, unchecked, dropped, of_places]
 
 

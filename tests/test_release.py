@@ -8,7 +8,6 @@ import shutil
 import helpers
 import pytest
 
-yaml = pytest.importorskip("yaml")
 pytest.importorskip("hatchling")
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -61,15 +60,6 @@ def test_a_new_address_reaches_every_file_and_an_empty_one_leaves_no_trace(check
     assert {path: path.read_text(encoding="utf-8") for path in before} == before
 
 
-def test_the_citation_is_of_this_version():
-    for release in (EMPTY, SOMEWHERE):
-        [text] = (t for p, t in address.stamped(release).items() if p.suffix == ".cff")
-        citation = yaml.safe_load(text)
-        assert citation["version"] == HERE.version
-        assert citation.get("repository-code", "") == release.address
-        assert {"cff-version", "title", "authors", "message"} <= set(citation)
-
-
 def test_on_a_package_index_every_link_of_the_readme_is_absolute_and_leads_to_a_file():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     published = address.with_absolute_links(text, SOMEWHERE)
@@ -87,19 +77,3 @@ def test_on_a_package_index_every_link_of_the_readme_is_absolute_and_leads_to_a_
     pictures = [link for link in address.links(published) if link.endswith(".svg")]
     assert pictures
     assert all("/raw/" in link for link in pictures)
-
-
-def test_it_stops_until_the_address_the_files_and_the_date_are_there(checkout):
-    root = checkout("")
-    assert any("is empty" in line for line in check.wrong_documents(root, EMPTY))
-    root = checkout(SOMEWHERE.address)
-    stale = [x for x in check.wrong_documents(root, SOMEWHERE) if "out of" in x]
-    assert len(stale) == len(address.stamped(SOMEWHERE, root))
-    write(address.stamped(SOMEWHERE, root))
-    path = root / "CHANGELOG.md"
-    text = path.read_text(encoding="utf-8")
-    write({path: f"## {HERE.version} (not released)\n"})
-    [undated] = check.wrong_documents(root, SOMEWHERE)
-    assert "YYYY-MM-DD" in undated
-    write({path: text.replace("(not released)", "(2030-01-31)")})
-    assert check.wrong_documents(root, SOMEWHERE) == []

@@ -1,9 +1,4 @@
-"""Any grouping of the same micro-batches into calls gives the same bits.
-
-A model is drawn from pieces whose last operation is a bare product, a sum, a scatter or
-a matrix product, in a loop or outside, with penalties on the parameters alone. Then
-what comes in another way: scans of any form, and what has no role.
-"""
+"""Any grouping of the same micro-batches into calls gives the same bits."""
 
 import helpers
 import jax
@@ -14,8 +9,7 @@ from helpers import in_calls, mean_of, normal
 
 import ga_optax as ga
 from ga_optax import accumulator
-from ga_optax._loop import fences, in_place
-from ga_optax._passes import arrivals
+from ga_optax._loop import fences
 from ga_optax.testing import assert_trees_bitwise_equal
 
 WIDTH, K = 8, 4
@@ -159,8 +153,6 @@ def test_groupings_of_a_random_model_agree_bit_for_bit(seed, weight_fn):
                 assert_trees_bitwise_equal(last, value)
 
 
-# -- Scans of any form -----------------------------------------------------------------
-
 FORMS = {
     "backwards": {"reverse": True},
     "two at once": {"unroll": 2},
@@ -195,27 +187,6 @@ def test_a_scan_of_any_form_has_the_bits_of_the_plain_sum(form, again):
 
     both = in_place_and_by_hand(mean_of, loss, params, normal(2 * K, 4))
     assert_trees_bitwise_equal(*both)
-
-
-@pytest.mark.skipif(not in_place.HAS_REFS, reason="before jax 0.11.1")
-@pytest.mark.parametrize("rows", [1, 2, 3])
-def test_so_has_a_shift_of_few_rows(rows, monkeypatch):
-    def loss(p, x):
-        def layer(h, p):
-            return jnp.tanh(h * p[0][None] + p[1][None]), None
-
-        return jnp.mean(jax.lax.scan(layer, x, p)[0] ** 2)
-
-    args = (normal(3, 5), normal(3, 5, seed=2)), normal(K * rows, 5, seed=1)
-    both = in_place_and_by_hand(ga.value_and_grad, loss, *args)
-    assert_trees_bitwise_equal(*both)
-    if rows == 2 and helpers.on_cpus():  # the twin adds two rows in place
-        monkeypatch.setattr(arrivals, "FEW", 0)
-        twin = in_place_and_by_hand(ga.value_and_grad, loss, *args)
-        assert helpers.bits(twin[0]) != helpers.bits(twin[1])
-
-
-# -- What has no role ------------------------------------------------------------------
 
 
 def frozen(p, x, z):

@@ -18,7 +18,6 @@ from whole_scans import (
     decoder,
     loss_of,
     nothing,
-    spread,
 )
 
 import ga_optax as ga
@@ -34,9 +33,6 @@ by_name = functools.partial(pytest.mark.parametrize, ids=lambda x: x.__name__)
 def off_by(body, how=How(), k=3, n=whole_scans.N, **options):  # noqa: B008
     with jax.enable_x64(True):
         return error(loss_of(body, how), k, *arguments(how.length, n), **options)
-
-
-# -- Values and gradients --------------------------------------------------------------
 
 
 @pytest.mark.grid(4, 11)
@@ -89,9 +85,6 @@ def test_the_comparison_sees_what_is_wrong(body, how, options, wrong, monkeypatc
     assert off_by(body, how, **options) > 1e-6
 
 
-# -- What it costs ---------------------------------------------------------------------
-
-
 def step(loss, **options):
     return jax.jit(ga.value_and_grad(loss, K, **options))
 
@@ -127,18 +120,6 @@ def test_it_takes_the_temporaries_of_plain_micro_batches(layers):
     assert temporaries(step(loss), *args) < 1.1 * plain
 
 
-def test_rows_of_all_layers_are_kept_if_a_step_takes_as_much_or_there_is_room():
-    loss, args = decoder(48, spread)
-    rows, length = args[1].shape  # all between the layers are so many bytes
-    size = 48 * rows * (length - 1) * whole_scans.WIDTH * 4
-    found = ga.batch_dependencies(loss, K)(*args)
-    assert found.kept_bytes < size / 10
-    assert (found.forward_passes, found.backward_passes) == (4, 2)
-    room = ga.batch_dependencies(loss, K, residual_bytes=3 * size)(*args)
-    assert size < room.kept_bytes < 1.1 * size
-    assert (room.forward_passes, room.backward_passes) == (2, 1)
-
-
 @pytest.mark.grid(2, 6)
 @pytest.mark.parametrize("remat", [False, True])
 @by_name("body", BODIES)
@@ -152,9 +133,6 @@ def test_a_small_scan_runs_at_most_three_times_and_once_back(body, remat, monkey
     assert passes() <= (3, 1)
     monkeypatch.setattr(room, "LITTLE", 0)
     assert body is not whole_scans.ring_aside or not remat or passes() > (9, 5)
-
-
-# -- What does not come apart ----------------------------------------------------------
 
 
 def whole(body, length):

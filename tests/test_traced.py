@@ -12,8 +12,6 @@ from ga_optax import accumulator
 from ga_optax._partition import nested
 from ga_optax._passes import interpret, read
 
-# -- Equations that are alike are differentiated once ----------------------------------
-
 LAYERS, WIDTH = 6, 4
 
 
@@ -71,9 +69,6 @@ def test_a_rule_is_run_once_for_all_layers(monkeypatch):
     assert number() == LAYERS
 
 
-# -- What layers have in common is partitioned once ------------------------------------
-
-
 ALIKE = {
     # Each time a new function.
     "checkpoint": lambda x: jax.checkpoint(lambda x: jnp.tanh(x) * 2)(x),
@@ -103,8 +98,6 @@ def test_jax_runs_the_rules_of_alike_layers_on_one_program(name, monkeypatch):
     monkeypatch.setattr(nested, "key_of", lambda *given: object())  # the twin
     assert programs(2)[0] < programs(7)[0]
 
-
-# -- What each leaf of the parameters adds to a program --------------------------------
 
 K = 4
 

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from flax import nnx
 
@@ -85,31 +84,3 @@ def test_all_options_of_verify_reach_a_loss_of_a_module():
     assert report.cause is Cause.WEIGHTS, report
     with pytest.raises(ValueError, match="wrt"):
         verify(masked, model, batch, 2, wrt=nnx.LoRAParam, **by_mask)
-
-
-def make_step(num_microbatches):
-    gradient = ga_optax.flax.value_and_grad(loss, num_microbatches)
-
-    @nnx.jit
-    def step(model, optimizer, x):
-        value, grads = gradient(model, x)
-        optimizer.update(model, grads)
-        return value
-
-    return step
-
-
-@pytest.mark.slow
-def test_plan_takes_modules_and_modules_that_hold_shapes_alone():
-    def make_inputs():
-        model = Model(nnx.Rngs(0))
-        return model, nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
-
-    def planned(inputs, limit):
-        options = {"batch_size": 4096, "candidates": [1, 16], "memory_limit": limit}
-        x = jax.ShapeDtypeStruct((4096, 3), jnp.float32)
-        return ga_optax.flax.plan(make_step, *inputs, x, **options)
-
-    size = planned(make_inputs(), "1GiB").bytes
-    assert planned(nnx.eval_shape(make_inputs), "1GiB").bytes == size
-    assert planned(make_inputs(), size - 1).num_microbatches == 16

@@ -1,11 +1,4 @@
-"""The table of rules: each is right, its results matter, and none is needed.
-
-For each primitive of the table there are functions of rows (`whole_rules`), and rows
-are as they are, in two segments, not divisible, or along another axis. The program of a
-micro-batch gives what the function gives. It does not, if the rule of the primitive
-gives something else: so a test would find a rule that is wrong. And it does, if the
-rule is left out. What takes several rules together is a row of `MOVES`.
-"""
+"""The table of rules: each is right, its results matter, and none is needed."""
 
 import functools
 
@@ -35,7 +28,7 @@ from whole_programs import clipped
 from whole_rules import CASES, CUT, EXAMPLES, LINEAR, NEW, D
 
 import ga_optax as ga
-from ga_optax._partition import WHOLE, Rows, cutting, moves, table
+from ga_optax._partition import WHOLE, Rows, cutting, table
 from ga_optax._passes import divided
 from ga_optax._passes.primitives import TABLE
 
@@ -145,9 +138,6 @@ def test_the_rows_of_the_table_are_where_those_of_the_types_of_jax_are():
         assert partitioned(fun, args)[1].layouts == [WHOLE]
 
 
-# -- Twins -----------------------------------------------------------------------------
-
-
 @of_each(CASES, 4)
 def test_a_rule_that_gives_something_else_is_found(key):
     args, given, found = arguments(), set(), set()
@@ -179,9 +169,6 @@ def test_rows_computed_from_those_of_something_else_are_found(monkeypatch, key):
     # And without a rule they are cut from all.
     monkeypatch.delitem(cutting._OPEN, key)
     assert all(right())
-
-
-# -- Several rules together ------------------------------------------------------------
 
 
 def _half(h):
@@ -286,23 +273,6 @@ def test_rows_that_move_are_stored_as_they_were_or_not_at_all(name, copies):
 
 def test_indices_of_rows_stay_with_them_under_vmap():
     assert dependencies(MOVES["sorted, along directions"]).whole == []
-
-
-def test_moves_after_one_another_are_followed_once_each(monkeypatch):
-    calls, plain = [], moves._source_of_result
-    traced = lambda *args: calls.append(1) or plain(*args)  # noqa: E731
-    monkeypatch.setattr(moves, "_source_of_result", traced)
-
-    def ring(h, w):
-        far = h
-        for _ in range(8):
-            far = jnp.roll(far, 1, 0)
-            h = h * jnp.cos(far)
-        return h
-
-    found = dependencies(ring)
-    assert [m.type.shape for m in found.meetings if m.kind == "stack"] == [(N // 4, D)]
-    assert len(calls) < 100  # a roll moves in three equations
 
 
 def clipped_mean(kernel, x):

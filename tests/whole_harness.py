@@ -180,10 +180,7 @@ def noted(found):
 
 @contextlib.contextmanager
 def with_rules(change):
-    """The table with `change(key, rule)` in the place of each rule, or without it.
-
-    The key is the name of a primitive; for sums that wait, `"linear " + name`.
-    """
+    """The table with `change(key, rule)` in the place of each rule, or without it."""
     rules = table.RULES
 
     def linear(w, e, vs):

@@ -1,7 +1,4 @@
-"""Losses of a whole batch, as people write them: what each costs, and that it is right.
-
-`LOSSES` is the table: each returns a number and aux, of the same parameters and batch.
-"""
+"""Losses of a whole batch, as people write them, and what each costs: `LOSSES`."""
 
 from collections.abc import Callable
 from typing import NamedTuple

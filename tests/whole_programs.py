@@ -1,8 +1,4 @@
-"""Steps of random programs: `step(h, w, b)` of `h` [n, d], of which rows may meet.
-
-`w` is a matrix [d, d]; `b["ids"]` and `b["mask"]` have one row for each of `h`.
-`whole_random` draws programs of them, as graphs of values of several shapes.
-"""
+"""Steps of random programs: `step(h, w, b)` of `h` [n, d], of which rows may meet."""
 
 import functools
 
@@ -227,13 +223,6 @@ MEETING = {
     "ties": _tied,
     "distances": lambda h, w, b: jnp.exp(-((h[:, None] - h[None]) ** 2).sum(-1)) @ h,
     "gram": lambda h, w, b: h @ (h.T @ h) / len(h),
-    "halves": lambda h, w, b: jnp.concatenate([h[len(h) // 2 :], h[: len(h) // 2]]),
-    "thirds": lambda h, w, b: jnp.concatenate([h, -h, h * w[0]])[len(h) : 2 * len(h)],
-    "padded": lambda h, w, b: jnp.concatenate([h, w[:1], h])[1 : len(h) + 1],
-    "interleaved": lambda h, w, b: jnp.stack([h, jnp.sin(h)], 1).reshape(
-        -1, h.shape[1]
-    )[::2],
-    "others' rows": lambda h, w, b: h[jnp.argsort(h[:, 0])] - h[0],
     "segments": lambda h, w, b: h - jax.ops.segment_sum(h, b["ids"], 3)[b["ids"]] / 4,
     "softmax of groups": _group_softmax,
     "experts": _experts,

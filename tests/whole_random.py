@@ -6,15 +6,17 @@
 A program is a graph. It begins with the leaves of a batch, whose rows lie along
 different axes, with parameters, one of which is as long as the batch, and with
 integers. Each step makes a new value of some that are there: by a function of
-`jax.numpy`, by a step of `whole_programs`, or by such steps inside of something,
-which may be a micro-batch, a promise, a checkpoint, a scan, a branch or a gradient.
-The loss reads several values, and some come back. Each program goes through several
-of our functions, as `WAYS` has them, some also on four devices. A number is wrong if
-it is off by more than 1e-9 of the largest of its leaf, in float64, and by more than
-1e4 times what a change of the parameters by an ulp makes of it.
+`jax.numpy`, by what moves rows (`MOVES`), by a step of `whole_programs`, or by such
+steps inside of something, which may be a micro-batch, a promise, a checkpoint, a scan,
+a branch or a gradient. The loss weighs each number of several values by its place, so
+that none can stand in for another, and some come back. Each program goes through
+several of our functions, as `WAYS` has them, some also on four devices. A number is
+wrong if it is off by more than 1e-9 of the largest of its leaf, in float64, and by more
+than 1e4 times what a change of the parameters by an ulp makes of it.
 """
 
 import contextlib
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -96,7 +98,7 @@ class Program(NamedTuple):
 
 
 def _drawn_name(values):
-    return str(values.rng.choice(list(values.pick(GRAPH, GRAPH, STEPS))))
+    return str(values.rng.choice(list(values.pick(GRAPH, MOVES, STEPS))))
 
 
 def draw(seed):
@@ -221,6 +223,9 @@ class Values:
     def axis(self, v):
         return int(self.rng.integers(v.ndim))
 
+    def is_so(self, chance=0.5):
+        return bool(self.rng.random() < chance)
+
     def pick(self, *choices):
         return choices[self.rng.integers(len(choices))]
 
@@ -245,11 +250,16 @@ class Values:
     def loss(self):
         """A number of several values, and some that come back."""
         last = [self.values[-1], self.one(), self.one()]
-        value = sum(jnp.sin(v + 0.3 * i).mean() for i, v in enumerate(last))
-        if self.rng.random() < 0.5:
+        value = sum(map(_by_place, last))
+        if self.is_so():
             value = jnp.sqrt(1 + value**2) * jnp.tanh(last[1]).sum()
         aux = {"last": last[0], "one": last[2], "id": self.batch["ids"] + 1}
         return value, aux | {"count": self.batch["mask"].sum(), "first": self.params[0]}
+
+
+def _by_place(v):
+    weights = jnp.cos(1 + jnp.arange(v.size, dtype=v.dtype)).reshape(v.shape)
+    return jnp.mean(weights * jnp.sin(v))
 
 
 def _fits(one, two):
@@ -384,46 +394,40 @@ def of_two(g):
     return small(f(v, u))
 
 
+def begun(g):
+    """What rows may be of: a square, segments, other rows, rows that met."""
+    x, y = (jnp.tanh(g.batch[name] * (1 + g.params[3])) for name in "xy")
+    square = x @ jnp.sin(jnp.arange(3.0 * N)).reshape(3, N)
+    return g.pick(
+        *(square, square.T, x @ jnp.sin(x).T, jnp.concatenate([x, y.T], 1)),
+        *(jnp.concatenate([y, jnp.cos(y)], 1), x - x.mean(0)),
+    )
+
+
 def reduced(g):
     v = g.one(1)
     f = g.pick(jnp.sum, jnp.mean, jnp.max, jnp.min, jnp.std, jax.nn.logsumexp, jnp.prod)
-    keep = bool(g.rng.random() < 0.5)
-    return small(f(v + 0.01, axis=g.pick(g.axis(v), None), keepdims=keep))
+    return small(f(v + 0.01, axis=g.pick(g.axis(v), None), keepdims=g.is_so()))
 
 
 def along(g):
     v = g.one(1)
-    f = g.pick(
-        *(jnp.sort, jnp.cumsum, jnp.flip, jax.nn.softmax, jax.nn.log_softmax),
-        *(jnp.cumprod, jnp.diff, lax.cumlogsumexp, lax.cummax),
-    )
-    return small(f(v, axis=g.axis(v)))
+    d, back = g.axis(v), {"reverse": g.is_so()}
+    f = g.pick(lax.cumsum, lax.cumprod, lax.cumlogsumexp, lax.cummax, lax.cummin)
+    f = functools.partial(f, **back)
+    return small(g.pick(f, f, jax.nn.softmax, jax.nn.log_softmax)(v, axis=d))
 
 
-def moved(g):
+def added(g):
+    """An axis, or what is beside a value or between its rows."""
     v = g.one(1)
-    d, by = g.axis(v), int(g.rng.integers(-5, 6))
-    step = g.pick(1, 2)
+    d, other = g.axis(v), g.axis(v)
     return g.pick(
-        lambda: jnp.roll(v, by, d),
-        lambda: jnp.moveaxis(v, d, 0),
-        lambda: v.T,
         lambda: jnp.expand_dims(v, d),
-        lambda: jnp.repeat(v, 2, d),
-        lambda: jnp.concatenate([v, jnp.sin(v)], d),
         lambda: jnp.stack([v, v * 0.5], d),
-        lambda: lax.slice_in_dim(v, min(1, v.shape[d] - 1), None, step, d),
-        lambda: jnp.pad(v, [(1, 1) if i == d else (0, 0) for i in range(v.ndim)]),
-        lambda: lax.index_in_dim(v, by % v.shape[d], d, keepdims=False),
+        lambda: jnp.diff(v, axis=d),
+        lambda: lax.index_in_dim(v, other % v.shape[d], d, keepdims=False),
     )()
-
-
-def reshaped(g):
-    v = g.one(1)
-    first = g.pick(*(m for m in (1, 2, 3, 4, 6, 12, v.size) if v.size % m == 0))
-    second = g.pick(*(m for m in (1, 2, 3, 4) if v.size // first % m == 0))
-    shape = (first, second, -1) if g.rng.random() < 0.5 else (second, -1)
-    return v.reshape(shape, order=g.pick("C", "C", "F"))
 
 
 def product(g):
@@ -446,17 +450,6 @@ def of_each(g):
     return small(jax.vmap(f, d, d)(v))
 
 
-def looked_up(g):
-    v, i = g.one(1), g.index()
-    return jnp.take(v, i, axis=g.axis(v), mode=g.pick("wrap", "clip"))
-
-
-def updated(g):
-    v, i = g.one(1), g.index()
-    at = v.at[g.pick(i % v.shape[0], 0, slice(None, None, 2))]
-    return g.pick(lambda: at.add(0.5), lambda: at.mul(0.5), lambda: at.max(0.1))()
-
-
 def scanned(g):
     v, w = g.one(1), g.one()
     f = g.pick(
@@ -466,8 +459,8 @@ def scanned(g):
         lambda c, x: (c, x + w.sum()),
         lambda c, x: (jnp.maximum(c, x), c - x),
     )
-    reverse = bool(g.rng.random() < 0.3)
-    return small(g.pick(*lax.scan(f, jnp.zeros_like(v[0]), v, reverse=reverse)))
+    found = lax.scan(f, jnp.zeros_like(v[0]), v, reverse=g.is_so(0.3))
+    return small(g.pick(*found))
 
 
 def drawn(g):
@@ -476,16 +469,223 @@ def drawn(g):
     return v * g.pick(jax.random.normal, jax.random.uniform)(key, v.shape, v.dtype)
 
 
-GRAPH = {
-    f.__name__: f
-    for f in (
-        *(around, by_number, of_two, reduced, along, moved, reshaped),
-        *(product, of_each, looked_up, updated, scanned, drawn),
+def scattered_to(g):
+    """Numbers that are added to others, multiply them, or are compared with them."""
+    v = g.one(1)
+    at, how = _at(g, v)
+    name = g.pick("add", "subtract", "min", "max", "multiply")
+    if name == "multiply" and not how.get("unique_indices"):
+        name = "add"  # JAX has no derivative of it
+    new = jnp.sin(v.at[at].get()) + g.params[3]
+    return small(getattr(v.at[at], name)(new, **how))
+
+
+def segmented(g):
+    v, ids = g.one(1), g.batch["ids"]
+    v = jnp.moveaxis(v, v.shape.index(N), 0) if N in v.shape else v
+    ids, is_sorted = jnp.resize(ids, len(v)), g.is_so()
+    ids = jnp.sort(ids) if is_sorted else ids
+    f = g.pick(jax.ops.segment_sum, jax.ops.segment_max, jax.ops.segment_min)
+    new = f(v, ids, 4, indices_are_sorted=is_sorted)
+    return small(jnp.where(jnp.isfinite(new), new, 0)[g.pick(ids, slice(None))])
+
+
+def windowed(g):
+    v = g.one(1)
+    sizes, steps = ([g.pick(1, 1, 2, 3) for _ in v.shape] for _ in range(2))
+    sizes = [min(m, n) for m, n in zip(sizes, v.shape, strict=True)]
+    start, by = g.pick((0.0, lax.add), (-jnp.inf, lax.max), (jnp.inf, lax.min))
+    pads = g.pick("VALID", "SAME", [g.pick((0, 0), (1, 0)) for _ in v.shape])
+    ways = ("base_dilation", "window_dilation") if by is lax.add else ()
+    more = {way: [g.pick(1, 1, 2) for _ in v.shape] for way in ways if g.is_so(0.3)}
+    start = jnp.asarray(start, v.dtype)
+    new = lax.reduce_window(v, start, by, sizes, steps, pads, **more)
+    return small(jnp.where(jnp.isfinite(new), new, 0))
+
+
+def ordered(g):
+    """Some arrays by the first ones, the largest of one, or rows where it is."""
+    v = g.one(2)
+    d = g.axis(v)
+    at = jnp.expand_dims(g.pick(jnp.argmax, jnp.argmin)(v, d), d)
+    return g.pick(
+        lambda: lax.sort((jnp.round(v * 4), v, -v), dimension=d, num_keys=1)[2],
+        lambda: lax.sort((v % 0.5, jnp.sin(v)), dimension=d, num_keys=2)[1],
+        lambda: lax.top_k(jnp.moveaxis(v, d, -1), 1)[0],
+        lambda: jnp.median(v, d),
+        lambda: jnp.take_along_axis(v, at, d),
+    )()
+
+
+# -- What moves rows: `build(g, v)` is a function of arrays like `v` -------------------
+
+
+def padded_or_cut(g, v):
+    """Along some axes by more or fewer, or so that the shape stays the same."""
+    config, stays = [], g.is_so()
+    for n in v.shape:
+        low, high, between = g.pick(-1, 0, 1, 2), g.pick(-2, 0, 1), g.pick(0, 0, 0, 1)
+        high, between = (-low, 0) if stays else (high, between)
+        is_left = n + low + high + (n - 1) * between > 0
+        config.append((low, high, between) if is_left else (0, 0, 0))
+    by = g.pick(0, 0, 1)
+    return lambda v: lax.pad(v, jnp.asarray(by, v.dtype), config)
+
+
+def joined(g, v):
+    d, number = g.axis(v), g.pick(2, 3)
+    at = int(g.rng.integers(v.shape[d] + 1))
+
+    def move(v):
+        parts = jnp.split(v, [at], d)
+        return jnp.concatenate([*parts[::-1], v][:number], d)
+
+    return move
+
+
+def sliced(g, v):
+    ends = [
+        g.pick((0, n), (0, n), (min(1, n - 1), n), (0, -(-n // 2))) for n in v.shape
+    ]
+    steps = [g.pick(1, 1, 2) for _ in v.shape] if g.is_so() else None
+    return lambda v: lax.slice(v, *zip(*ends, strict=True), steps)
+
+
+def _begins(g, n, taken):
+    """Where a slice of so many begins: a number, or one of the batch."""
+    at = jnp.asarray(g.pick(0, 1, n - taken, n), jnp.int32)
+    return at if g.is_so() else jnp.minimum(g.batch["ids"][1], at)
+
+
+def dynamic(g, v):
+    """A slice, or an update by the last numbers, wherever they go."""
+    sizes = [g.pick(n, 1, max(n - 1, 1)) for n in v.shape]
+    starts = [_begins(g, n, m) for n, m in zip(v.shape, sizes, strict=True)]
+    last = [n - m for n, m in zip(v.shape, sizes, strict=True)]
+    return g.pick(
+        lambda v: lax.dynamic_slice(v, starts, sizes),
+        lambda v: lax.dynamic_update_slice(v, lax.slice(v, last, v.shape), starts),
     )
+
+
+def _index(g, n, most):
+    """An index into `n` of some mode, with promises that hold."""
+    mode = g.pick("fill", "clip", "promise_in_bounds", None)
+    kind = g.pick("some", "some", "others", "all", "each", "ids")
+    how = {"mode": mode}
+    if kind == "ids":
+        at = g.batch["ids"] % n
+        at = at if g.is_so() else jnp.minimum(at * 4, n - 1)
+        return at[: min(most, N)], how
+    if kind in ("all", "each"):
+        at = jnp.arange(n, dtype=jnp.int32)[:most]
+        at = jnp.repeat(at, 2) if kind == "each" and n * 2 <= most else at
+        return at, how | {"indices_are_sorted": g.is_so()}
+    if kind == "some":
+        at = g.rng.permutation(n)[: g.pick(1, 2, n)]
+        how |= {"unique_indices": g.is_so(0.7)}
+    else:
+        outside = 0 if mode == "promise_in_bounds" else 3
+        at = g.rng.integers(-outside, n + outside, g.pick(2, 5, n))
+    if g.is_so() and at.min() >= 0:
+        at, how = np.sort(at), how | {"indices_are_sorted": True}
+    at = jnp.asarray(at[:most], jnp.int32)
+    # As they come with the batch, nobody sees what they are.
+    return (at + 0 * g.batch["ids"][0] if g.is_so() else at), how
+
+
+def _at(g, v):
+    """An index of one axis, or of two that belong together."""
+    d, few = g.axis(v), max(1, MOST // v.size * v.shape[0])
+    at, how = _index(g, v.shape[d], few)
+    if d + 1 < v.ndim and g.is_so(0.4):
+        other = (at * 5 + 1) % v.shape[d + 1]
+        return (slice(None),) * d + (at, other), how | {"mode": how["mode"]}
+    return (slice(None),) * d + (at,), how
+
+
+def gathered(g, v):
+    at, how = _at(g, v)
+    fill = {"fill_value": g.pick(0, 1)} if how["mode"] == "fill" else {}
+    return lambda v: v.at[at].get(**how, **fill)
+
+
+def gathered_along(g, v):
+    d = g.axis(v)
+    at = (jnp.arange(v.size, dtype=jnp.int32).reshape(v.shape) * 5) % v.shape[d]
+    order = g.pick(lambda v: jnp.argsort(v, d), lambda v: at)
+    return lambda v: jnp.take_along_axis(v, order(v), d)
+
+
+def scattered(g, v):
+    at, how = _at(g, v)
+    new = jnp.cos(jnp.arange(v.size, dtype=v.dtype)).reshape(v.shape).at[at].get()
+    if not how.get("unique_indices"):
+        new = jnp.zeros_like(new)  # which of several is written is not said
+    return lambda v: v.at[at].set(new.astype(v.dtype), **how)
+
+
+def _some(g, v):
+    return [d for d in range(v.ndim) if g.is_so()]
+
+
+def _shape(g, v):
+    first = g.pick(*(m for m in (1, 2, 3, 4, 6, 12) if v.size % m == 0))
+    rest = v.size // first
+    return first, g.pick(*(m for m in (1, 2, 3, 4) if rest % m == 0)), -1
+
+
+MOVES = {
+    build.__name__: build
+    for build in (
+        *(padded_or_cut, sliced, joined, dynamic, gathered, gathered_along, scattered),
+    )
+} | {
+    "filled": lambda g, v: functools.partial(
+        jnp.pad,
+        pad_width=[g.pick((0, 0), (1, 0), (1, 1)) for _ in v.shape],
+        mode=g.pick("edge", "wrap", "reflect"),
+    ),
+    "reversed": lambda g, v: functools.partial(lax.rev, dimensions=_some(g, v)),
+    "rolled": lambda g, v: functools.partial(
+        jnp.roll, shift=g.pick(-5, 1, 3), axis=tuple(_some(g, v))
+    ),
+    "turned": lambda g, v: functools.partial(
+        jnp.transpose, axes=[int(d) for d in g.rng.permutation(v.ndim)]
+    ),
+    "shaped": lambda g, v: functools.partial(
+        jnp.reshape, shape=_shape(g, v), order=g.pick("C", "C", "F")
+    ),
+    "tiled": lambda g, v: functools.partial(
+        jnp.tile, reps=[g.pick(1, 2) for _ in v.shape]
+    ),
+    "repeated": lambda g, v: functools.partial(jnp.repeat, repeats=2, axis=g.axis(v)),
+    "sorted": lambda g, v: functools.partial(lax.sort, dimension=g.axis(v)),
 }
 
 
-def outcome(seed, draw=draw):
+def moved(name):
+    """A step that moves an array, and perhaps a mask alike."""
+
+    def step(g):
+        v = g.one(1)
+        move = MOVES[name](g, v)
+        new = move(v)
+        return jnp.where(move(v > 0.1), new, new / 2) if g.is_so(0.3) else new
+
+    return step
+
+
+GRAPH = {
+    f.__name__: f
+    for f in (
+        *(around, by_number, of_two, begun, reduced, along, added, product, of_each),
+        *(scanned, drawn, scattered_to, segmented, windowed, ordered),
+    )
+} | {name: moved(name) for name in MOVES}
+
+
+def outcome(seed):
     program = draw(seed)
     try:
         error = check(program)

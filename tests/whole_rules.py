@@ -1,9 +1,4 @@
-"""For each primitive with a rule, functions of rows whose programs have it.
-
-A case is the code of an array, or of several, or a function that returns them: of `h`,
-rows of numbers; `w`, a square matrix that is whole; and `ids`, an integer for each row.
-The examples of the table of primitives are such code; here is that of other rules.
-"""
+"""For each primitive with a rule, functions of rows whose programs have it."""
 
 import jax
 import jax.numpy as jnp

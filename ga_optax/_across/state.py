@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from ga_optax import accumulator
+from ga_optax import _text, accumulator
 from ga_optax._across.choices import Predicate, count_if
 from ga_optax._checks import nodes_of
 
@@ -90,6 +90,19 @@ class MultiStepsState(NamedTuple):
         """Windows that closed without a step, int32 `[]`."""
         return self._read("skipped_windows")
 
+    def __repr__(self) -> str:
+        fields = self._asdict()
+        counters = self.counters
+        if (
+            isinstance(counters, jax.Array)
+            and counters.shape == (len(COUNTERS),)
+            and not isinstance(counters, jax.core.Tracer)
+            and not counters.is_deleted()
+        ):
+            del fields["counters"]
+            fields |= {name: self._read(name) for name in COUNTERS}
+        return _text.record(type(self).__name__, fields)
+
     def _read(self, name: str) -> jax.Array:
         counters, i = self.counters, COUNTERS.index(name)
         traced = isinstance(counters, jax.core.Tracer)
@@ -162,6 +175,9 @@ class Stats(NamedTuple):
     def skipped(self) -> jax.Array:
         """The number of skipped micro-steps and skipped windows."""
         return self.skipped_micro_steps + self.skipped_windows
+
+    def __repr__(self) -> str:
+        return _text.record(type(self).__name__, self._asdict())
 
 
 def has_updated(state: optax.OptState) -> jax.Array:

@@ -156,7 +156,7 @@ class BatchDependencies:
 
 _HEADER = ("bytes", "forward", "backward")
 _LEGEND = (
-    "forward, backward: how often what leads to the line runs over all rows. "
+    "forward, backward: how many times the code before the line runs over all rows. "
     "Elementwise functions cost little, and may run more often."
 )
 
@@ -183,11 +183,19 @@ def _rows(stored: Sequence[Stored]) -> Iterator[tuple[str, ...]]:
     for (line, what), group in groups.items():
         runs = max(x.forward for x in group), max(x.backward for x in group)
         yield (
-            what if len(group) == 1 else f"{len(group)} times {what}",
+            _of_several(len(group), what),
             f"{sum(x.nbytes for x in group):,}",
             *map(str, runs),
             places.short(line),
         )
+
+
+def _of_several(number: int, what: str) -> str:
+    """Values of several layers that are alike, such as "3 sums of 16 numbers"."""
+    if number == 1:
+        return what
+    rest = what.removeprefix("a sum of ")
+    return f"{number} sums of {rest}" if what != rest else f"{number} times {what}"
 
 
 def _times(number: int, what: str) -> str:

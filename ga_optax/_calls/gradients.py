@@ -50,17 +50,17 @@ def value_and_grad(
     >>> print(*jax.value_and_grad(loss)(jnp.float32(2.0), batch))
     3.6666667 4.6666665
 
-    Value, gradients and aux are those of `jax.value_and_grad(fun)`, whatever the loss:
+    Value, gradients and aux are those of `jax.value_and_grad(fun)`, for any loss:
     `fun` is traced once, at all rows, and its program is partitioned over micro-batches
     as compilers partition programs over devices. Call it under `jax.jit`: outside,
     every call compiles afresh.
 
     **Cost.** If rows do not need one another, as in a mean, one loop: one forward and
     one backward pass, the activations of one micro-batch, one gradient tree. Otherwise
-    also the values that rows exchange, and two, at most three, forward passes;
-    `batch_dependencies` shows the lines. Code that cannot be read is computed whole.
-    Compile time does not grow with the number of micro-batches. Pages: "Any loss",
-    "Memory", and "Devices" for `data_axis`.
+    also the values that rows exchange, more of the activations, and two, at most three,
+    forward passes; `batch_dependencies` shows the lines. Code that cannot be read is
+    computed whole. Compile time does not grow with the number of micro-batches. Pages:
+    "Any loss", "Memory", and "Devices" for `data_axis`.
 
     **Exactness.** To rounding. Sums over micro-batches are taken in
     `accumulator_dtype`, and gradients of bfloat16 models are rounded there alone. The
@@ -87,7 +87,7 @@ def value_and_grad(
       accumulator_dtype: see `accumulator.init`. The result has the parameters' dtypes.
       optimize: False leaves out all passes on programs: the plain scan, and each
         gradient added after its backward pass. `ga_optax.config` switches it for all
-        calls. Page: "The switch".
+        calls. Page: "Turn rewriting off".
 
     Returns: a function with the result of `jax.value_and_grad(fun, argnums, has_aux)`.
 

@@ -196,7 +196,7 @@ def place_of(
         if i in keywords:
             return i
     else:
-        kind, came = "positional", f"number {i}, and {num_args}"
+        kind, came = "positional", f"number {i}, and {num_args} of them"
         if -num_args <= i < num_args:
             return i % num_args
     names = _names_of_positions(fun)
@@ -209,7 +209,7 @@ def place_of(
         other += ". fun must take its batch: what it closes over cannot be split"
     raise ValueError(
         f"{option} must name {kind} arguments of the call, but it names {came} "
-        f"came. Pass that argument so, or change {option}{other}."
+        f"came. Pass that argument as a {kind} one, or change {option}{other}."
     )
 
 

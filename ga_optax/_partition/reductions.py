@@ -22,19 +22,89 @@ from ga_optax._passes.read import is_inexact
 
 
 def compared(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    """Stores operands of a comparison whose other operand is known only later.
+    """Compares values that may be computed in different passes.
 
-    Recomputed there they might round differently, and no row would equal an extremum of
-    the rows.
+    Computed again, a value may round otherwise, and no row would equal an extremum of
+    the rows. A comparison with the extremum of the operand itself, as in JAX's
+    derivative of a maximum, says for each micro-batch whether it attains the extremum,
+    and compares only within the micro-batch. The operand of another comparison whose
+    other operand is known only later is stored.
     """
+    forbidden = w.scope.forbids_collectives
+    if found := None if forbidden else _own_extremum(e, vs):
+        v, extremum = found
+        w.meet(v)
+        return [(_attaining_all(w, extremum, v.x), v.layout)]
     last = max(v.level for v in vs)
     # Levels are counted from the parameters, and any function may have none.
     later = not any(v.params for v in vs) and any(map(_is_of_rows, vs))
     for v in vs:
         behind = v.level < last if v.params else later and v.made is not None
-        if behind and v.rows and is_inexact(v.aval) and not w.scope.forbids_collectives:
+        if behind and v.rows and is_inexact(v.aval) and not forbidden:
             v.x = checkpoint_name(v.x, w.axis.name)
     return factors.forward(w, e, vs)
+
+
+def _own_extremum(
+    e: core.JaxprEqn, vs: list[Value]
+) -> tuple[Value, core.JaxprEqn] | None:
+    """The operand of `eq` whose extremum over all rows is the other operand."""
+    if e.primitive.name != "eq":
+        return None
+    for v, other in (vs, vs[::-1]):
+        while other.made and other.made[0].primitive.name in _SPREAD:
+            [other] = other.made[1]
+        made = other.made
+        if made is None or made[0].primitive.name not in ("reduce_max", "reduce_min"):
+            continue
+        extremum, [of], _ = made
+        if v.rows and of.x is v.x and is_inexact(v.aval) and other.is_whole:
+            return v, extremum
+    return None
+
+
+_SPREAD = ("broadcast_in_dim", "reshape", "stop_gradient")
+
+
+def _attaining_all(w: Writer, e: core.JaxprEqn, x: Any) -> Any:
+    """Marks the rows of a micro-batch that attain the extremum of all rows."""
+    axes, is_max = tuple(e.params["axes"]), e.primitive.name == "reduce_max"
+    x = jax.lax.stop_gradient(x)
+    # Stored: computed again, it might round otherwise as well.
+    here = checkpoint_name(w.run(e, [x]), w.axis.name)
+    mine = here == w.axis.extremum(here, is_max)
+    return attaining(is_max, axes, x, here) & jnp.expand_dims(mine, axes)
+
+
+def attaining(is_max: bool, axes: tuple[int, ...], x: Any, extremum: Any) -> Any:
+    """Marks the numbers that attain their extremum along axes: one at least.
+
+    The operand and the extremum may have been rounded in different ways, and none would
+    equal it. As in JAX, none attains NaN.
+    """
+    first, rest = True, x
+    for axis in axes:
+        at = (jnp.argmax if is_max else jnp.argmin)(rest, axis, keepdims=True)
+        first &= jax.lax.broadcasted_iota(at.dtype, x.shape, axis) == at
+        rest = jnp.take_along_axis(rest, at, axis)
+    extremum = jnp.expand_dims(extremum, axes)
+    return (x == extremum) | (first & (extremum == extremum))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _extremum_here(is_max: bool, axes: tuple[int, ...], x: jax.Array) -> jax.Array:
+    """The extremum of one micro-batch along axes, with a derivative that is finite."""
+    return x.max(axes) if is_max else x.min(axes)
+
+
+@_extremum_here.defjvp
+def _extremum_here_jvp(
+    is_max: bool, axes: tuple[int, ...], primals: Any, tangents: Any
+) -> tuple[Any, Any]:
+    [x], [t] = primals, tangents
+    here = _extremum_here(is_max, axes, x)
+    share = jax.lax.stop_gradient(attaining(is_max, axes, x, here)).astype(t.dtype)
+    return here, (t * share).sum(axes) / share.sum(axes)
 
 
 def _is_of_rows(v: Value) -> bool:
@@ -83,8 +153,8 @@ def _extremum(w: Writer, e: core.JaxprEqn, v: Value) -> Any:
     if not v.smooth or not is_inexact(v.aval) or _only_stopped(w.jaxpr, e.outvars[0]):
         return _stopped_extremum(w, is_max, v, w.run(e, [v.x]))
     x, axes = jax.lax.optimization_barrier(v.x), tuple(e.params["axes"])
-    here = w.run(e, [x])
-    attain = jax.lax.stop_gradient(x == jnp.expand_dims(here, axes))
+    here = _extremum_here(is_max, axes, x)
+    attain = attaining(is_max, axes, *map(jax.lax.stop_gradient, (x, here)))
     count = jnp.sum(attain, axes, dtype=here.dtype)
     found, counts = _gathered(w, v, here), w.gather(jax.lax.stop_gradient(count))
     return _of_parts(is_max, found, counts)

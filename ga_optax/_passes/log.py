@@ -19,9 +19,9 @@ _unchanged: contextvars.ContextVar[list[tuple[str, str]]]
 _unchanged = contextvars.ContextVar("_unchanged")
 
 
-def info(sentence: str) -> None:
+def info(sentence: str, level: int = logging.DEBUG) -> None:
     """Logs a sentence about the program of a window, and hands it to `recorded`."""
-    _logger.debug("%s", sentence)
+    _logger.log(level, "%s", sentence)
     notes = _notes.get([])
     if sentence not in notes:
         notes.append(sentence)

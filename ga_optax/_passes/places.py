@@ -37,9 +37,11 @@ def line_of(source: Any) -> str:
 
 
 def short(line: str) -> str:
-    """A line of code without the folder of its file."""
+    """A line of code without the folder of its file; "cell" for one of a notebook."""
     path, *rest = line.split(":")
-    return ":".join([os.path.basename(path), *rest])
+    folder, name = os.path.split(path)
+    in_cell = "ipykernel_" in folder or name.startswith("<ipython-input")
+    return ":".join(["cell" if in_cell else name, *rest])
 
 
 def place_of(source: Any, around: Any = None) -> str:

@@ -4,6 +4,7 @@ The report goes to the log, to `plan`, and to `batch_dependencies`.
 """
 
 import functools
+import logging
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -82,10 +83,10 @@ class WindowReport(NamedTuple):
         residuals = [x.line for x in self.stored if x.kind == "residual"]
         lines = ", ".join(dict.fromkeys(residuals))
         text = (
-            "Activations kept between the collectives: "
+            "Where rows meet, activations are kept between passes: "
             f"{f'values of {lines}' if residuals else 'none'}. Each part of fun "
             f"runs forward at most {self.forward} times and backward {self.backward}, "
-            f"in about {self.peak / 2**20:.1f} MiB."
+            f"in about {self.peak / 2**20:.1f} MiB of a device."
         )
         return f"{text} {room_sentence(self.room)}" if self.room else text
 
@@ -105,7 +106,7 @@ def report(schedule: Schedule, limit_is_ours: bool) -> None:
     new = report_of(schedule)
     if limit_is_ours and (new.forward > _FORWARD or new.backward > _BACKWARD):
         _warn(new)
-    info(str(new))
+    info(str(new), logging.INFO)
 
 
 def report_of(schedule: Schedule) -> WindowReport:

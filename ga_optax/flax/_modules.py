@@ -63,7 +63,7 @@ def value_and_grad(
     (2, 4)
 
     Value, gradients, aux and changes of modules are those of
-    `nnx.value_and_grad(fun)`, whatever the loss: `fun` runs once over all rows, so
+    `nnx.value_and_grad(fun)`, for any loss: `fun` runs once over all rows, so
     batch statistics are updated once, with the statistics of the whole batch, and
     random streams draw and count as in one call. Call the function inside `nnx.jit`.
 

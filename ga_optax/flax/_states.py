@@ -13,6 +13,7 @@ from flax.linen import fp8_ops
 from flax.training import train_state
 from jax.typing import ArrayLike
 
+from ga_optax import _text
 from ga_optax._across import multi_steps, state
 from ga_optax._across.config import check_optimizer
 from ga_optax._checks import nodes_of
@@ -184,6 +185,15 @@ class Optimizer(nnx.Optimizer[M]):
         check_optimizer("tx", tx, "The order is Optimizer(model, tx, wrt=nnx.Param).")
         super().__init__(model, tx, wrt=wrt, **kwargs)
         _check_accumulator(nnx.as_pure(self.opt_state))
+
+    def __repr__(self) -> str:
+        pure = nnx.as_pure(self.opt_state)
+        fields = {"step": self.step[...], "opt_state": pure}
+        text = _text.record(type(self).__name__, fields)
+        windows = nodes_of(state.MultiStepsState, pure).values()
+        return "\n".join([text, *map(repr, windows)])
+
+    __str__ = __repr__
 
     @property
     def optimizer_steps(self) -> jax.Array:

@@ -1,9 +1,4 @@
-"""Compilers of accelerators on a machine that has none: nothing runs, all can be read.
-
-`libtpu` and the CUDA plugin of JAX compile for devices that are only described. Of a
-compiled program the bytes, the kernels and the conditionals are exact; times are not to
-be had. Import this before JAX starts a backend.
-"""
+"""Compilers of accelerators on a machine that has none: import it before a backend."""
 
 import contextlib
 import functools
@@ -55,10 +50,7 @@ def compiled(
     donate_argnums: Any = (),
     **options: Any,
 ) -> jax.stages.Compiled:
-    """`fun`, jitted and compiled for a target; only shapes of `args` are read.
-
-    Options are XLA's, and in `XLA_FLAGS` while `fun` is traced.
-    """
+    """`fun`, jitted and compiled for a target; only shapes of `args` are read."""
     sharding = SingleDeviceSharding(device(target))
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args

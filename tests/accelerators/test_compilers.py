@@ -6,8 +6,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import optax
-import optax.contrib
 import pytest
 import targets
 from helpers import python
@@ -16,79 +14,6 @@ import ga_optax as ga
 from ga_optax._passes import table
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
-
-# Larger than a TPU's vector memory, so that its temporaries lie where they are counted.
-SHAPE, LAYERS = (4096, 4096), 4
-PARAMS = {f"layer_{i}": jax.ShapeDtypeStruct(SHAPE, jnp.float32) for i in range(LAYERS)}
-PARAMS["bias"] = jax.ShapeDtypeStruct(SHAPE[:1], jnp.float32)
-BYTES = sum(p.size * p.dtype.itemsize for p in PARAMS.values())
-OPTIMIZERS = {
-    "adam": optax.adam(1e-3),
-    "adamw, clipped": optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(1, 9))
-    ),
-    "sgd": optax.sgd(0.1),
-    "lion": optax.lion(1e-3),
-    "muon": optax.contrib.muon(1e-3),
-}
-# What computes nothing; a TPU also prefetches to its vector memory.
-MOVES = {"parameter", "get-tuple-element", "tuple", "bitcast", "conditional"}
-MOVES |= {f"{what}-{when}" for what in ("copy", "slice") for when in ("start", "done")}
-MOVES.add("custom-call")  # which concatenates what was prefetched in slices
-
-
-def micro_step(target, tx, emit=None):
-    """A donated micro-step whose gradients are given."""
-
-    def step(params, state, grads):
-        return ga.apply_gradients(tx, grads, state, params, emit=emit)
-
-    state = jax.eval_shape(tx.init, PARAMS)
-    return targets.compiled(target, step, PARAMS, state, PARAMS, donate_argnums=(0, 1))
-
-
-def computed(lines):
-    """How many leaves these instructions compute: a fusion may compute several."""
-    shape = f"[{','.join(map(str, SHAPE))}]"
-    results = [re.search(r" = (.*?) ([a-z][\w-]*)\(", line).groups() for line in lines]
-    return sum(kind.count(shape) for kind, opcode in results if opcode not in MOVES)
-
-
-@pytest.mark.parametrize("target", targets.TARGETS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_optimizer_runs_inside_one_branch_of_one_conditional(name, target):
-    program = micro_step(target, ga.MultiSteps(OPTIMIZERS[name], 8))
-    computations = targets.computations(program)
-    [conditional] = [
-        line
-        for lines in computations.values()
-        for line in lines
-        if " conditional(" in line and "cond" in line
-    ]
-    branches = re.findall(r"(?:computation=|[{] ?|, )%([\w.-]+)(?=[,}])", conditional)
-    leave, step = sorted(
-        computed(computations[b]) for b in branches if b in computations
-    )
-    assert leave == 0
-    assert step >= LAYERS
-    # And before it the additions alone.
-    assert computed(computations["ENTRY"]) == LAYERS
-
-
-@pytest.mark.parametrize("target", targets.TARGETS)
-def test_a_transformation_has_no_temporaries(target):
-    tx = ga.MultiSteps(optax.adam(1e-3), 8)
-
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    args = PARAMS, jax.eval_shape(tx.init, PARAMS), PARAMS
-    program = targets.compiled(target, step, *args, donate_argnums=(0, 1))
-    assert targets.temporaries(program) <= 0.01 * BYTES
-
-
-# -- Inside a call ---------------------------------------------------------------------
 
 
 def unrolled(layers, x):
@@ -179,46 +104,6 @@ def test_products_add_what_they_compute(target, triton, dtype, before, monkeypat
     rest = [one for one in table.PASSES if one.name != "products"]
     monkeypatch.setattr(table, "PASSES", rest)
     assert only("add", target, dtype, **gpu) == before
-
-
-# -- A micro-step of an embedding ------------------------------------------------------
-
-
-def looked_up(params, x):
-    return jnp.mean(jnp.tanh(params["table"][x] @ params["w"]) ** 2)
-
-
-TABLE = {
-    "table": jax.ShapeDtypeStruct((50_000, 512), jnp.float32),
-    "w": jax.ShapeDtypeStruct((512, 512), jnp.float32),
-}
-TOKENS = jax.ShapeDtypeStruct((8, 4), jnp.int32)
-
-
-@pytest.mark.parametrize("target", targets.TARGETS)
-@pytest.mark.parametrize("emit", [None, False])
-def test_a_micro_step_of_an_embedding_has_no_second_table(emit, target):
-    tx = ga.MultiSteps(optax.adam(1e-3), 8)
-
-    def step(params, state, x):
-        grads = jax.grad(looked_up)(params, x)
-        return ga.apply_gradients(tx, grads, state, params, emit=emit)
-
-    state = jax.eval_shape(tx.init, TABLE)
-    program = targets.compiled(
-        target, step, TABLE, state, TOKENS, donate_argnums=(0, 1)
-    )
-    table = TABLE["table"].size * 4
-    assert targets.temporaries(program) < 0.1 * table
-
-    # The twin: a select after the addition.
-    def selected(total, count, params, x):
-        grads = jax.grad(looked_up)(params, x)
-        return jax.tree.map(lambda t, g: jnp.where(count == 0, g, t + g), total, grads)
-
-    args = TABLE, state.mini_step, TABLE, TOKENS
-    program = targets.compiled(target, selected, *args, donate_argnums=0)
-    assert targets.temporaries(program) >= table
 
 
 @pytest.mark.parametrize("target", ["h200", "v5e"])

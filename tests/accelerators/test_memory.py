@@ -1,20 +1,19 @@
 """The memory of a window on GPUs and TPUs, and which bytes a device has to have."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 import targets
+from helpers import mean_of
+from whole_scans import BATCH, K, decoder, nothing
 
 import ga_optax as ga
 from ga_optax._compiled import machines, plan
-from ga_optax._loop import in_place
+from ga_optax._window import split_scans
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
-OPTIMIZER = optax.adam(1e-3)
 WIDTH, ROWS = 2048, 4096
 
 
@@ -27,51 +26,29 @@ def loss(params, x):
     return jnp.mean(h**2)
 
 
-@functools.cache
-def step_of(target, layers, k=1, **options):
-    """A step with k micro-batches, compiled."""
-    up, down = (layers, WIDTH, 4 * WIDTH), (layers, 4 * WIDTH, WIDTH)
-    shapes = {"up": up, "down": down}
-    params = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in shapes.items()}
-    gradient = ga.value_and_grad(loss, k) if k > 1 else jax.value_and_grad(loss)
+def shapes(layers):
+    sizes = {"up": (layers, WIDTH, 4 * WIDTH), "down": (layers, 4 * WIDTH, WIDTH)}
+    return {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in sizes.items()}
+
+
+def step_of(layers):
+    """A step of the undivided batch, compiled."""
+    params, optimizer = shapes(layers), optax.adam(1e-3)
 
     def step(params, state, x):
-        value, grads = gradient(params, x)
-        updates, state = OPTIMIZER.update(grads, state, params)
+        value, grads = jax.value_and_grad(loss)(params, x)
+        updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    x = jax.ShapeDtypeStruct((k * ROWS, WIDTH), jnp.float32)
-    args = params, jax.eval_shape(OPTIMIZER.init, params), x
-    return targets.compiled(target, step, *args, donate_argnums=(0, 1), **options)
-
-
-CUBLAS = {"xla_gpu_enable_triton_gemm": False}
-
-
-@pytest.mark.parametrize(
-    ("target", "options"),
-    [("h200", {}), ("h200", CUBLAS), ("v5e", {}), ("v5p", {}), ("v6e", {})],
-)
-def test_a_window_takes_the_temporaries_of_one_micro_batch(target, options):
-    """On the older two TPUs 1.065 and 1.051 of them, which is to be explained."""
-    alone = targets.temporaries(step_of(target, 12, **options))
-    window = targets.temporaries(step_of(target, 12, 8, **options))
-    assert window <= (1.07 if target in ("v5e", "v5p") else 1.05) * alone
-
-
-def test_a_second_gradient_tree_would_be_seen(monkeypatch):
-    """The twin: nothing is added in place."""
-    monkeypatch.setattr(in_place, "HAS_REFS", False)
-    step_of.cache_clear()
-    alone, window = (targets.temporaries(step_of("v6e", 12, k)) for k in (1, 8))
-    step_of.cache_clear()
-    assert window > 1.5 * alone
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+    args = params, jax.eval_shape(optimizer.init, params), x
+    return targets.compiled("v5e", step, *args, donate_argnums=(0, 1))
 
 
 def test_libtpu_checks_what_plan_counts_and_not_the_sum_of_the_parts():
     """It compiles what fits by the total, though it would not by the parts."""
     limit = machines.find("v5e").memory_limit
-    memory = step_of("v5e", 26).memory_analysis()
+    memory = step_of(26).memory_analysis()
     rest = memory.argument_size_in_bytes
     rest += memory.output_size_in_bytes - memory.alias_size_in_bytes
     assert rest + memory.temp_size_in_bytes > limit
@@ -79,7 +56,7 @@ def test_libtpu_checks_what_plan_counts_and_not_the_sum_of_the_parts():
     assert 0.95 * limit < total <= limit
     # The twin: one layer more is too much by the total, too.
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
-        step_of("v5e", 27)
+        step_of(27)
     layer = (rest - 4 * ROWS * WIDTH) / 26
     assert total + layer + (total - rest) / 26 > limit
 
@@ -93,8 +70,7 @@ def dropped(params, x, key):
 @pytest.mark.parametrize("target", ["h200", "v6e"])
 def test_what_is_drawn_takes_the_memory_of_a_micro_batch(target):
     key = jax.eval_shape(lambda: jax.random.key(0, impl="rbg"))
-    shapes = {"up": (1, WIDTH, 4 * WIDTH), "down": (1, 4 * WIDTH, WIDTH)}
-    params = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in shapes.items()}
+    params = shapes(1)
 
     def needs(k, rows):
         x = jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
@@ -103,3 +79,31 @@ def test_what_is_drawn_takes_the_memory_of_a_micro_batch(target):
 
     grads = 4 * 2 * 4 * WIDTH**2  # of a micro-batch, and their sum
     assert needs(8, 8 * ROWS) <= needs(1, ROWS) + 2 * grads < needs(1, 8 * ROWS) / 2
+
+
+def temporaries(gradient, layers=6):
+    loss, args = decoder(layers, nothing, width=256, length=128)
+    return targets.temporaries(targets.compiled("h200", gradient(loss), *args))
+
+
+def of_the_whole_batch(loss):
+    return ga.value_and_grad(loss, K)
+
+
+def test_it_takes_the_temporaries_of_plain_micro_batches_and_one_layers_rows(
+    monkeypatch,
+):
+    plain = temporaries(lambda loss: mean_of(loss, K))
+    # What the last layer hands to the head is kept of all rows.
+    bound = 1.05 * plain + 4 * BATCH * 128 * 256
+    assert temporaries(of_the_whole_batch) < bound
+    assert temporaries(jax.value_and_grad) > 3 * plain
+    # The twin: iterations stand one after the other.
+    find = split_scans.SplitScan._find_parts
+
+    def in_the_open(self, graph):
+        find(self, graph)
+        self.unrolled.update(self.part.values())
+
+    monkeypatch.setattr(split_scans.SplitScan, "_find_parts", in_the_open)
+    assert temporaries(of_the_whole_batch) > bound

@@ -1,8 +1,4 @@
-"""The memory of a window of a bfloat16 model: one micro-batch's, and what it must hold.
-
-A window holds the sums of what no scan runs over, here of the embedding and the head,
-while the gradients of the layers are computed. One micro-batch by itself need not.
-"""
+"""The memory of a window of a bfloat16 model: one micro-batch's, and sums outside."""
 
 import jax
 import jax.numpy as jnp

@@ -36,10 +36,7 @@ def compiled(target, tx, update):
 
 
 def passes(program, pick):
-    """How often it passes over the parameters, and how many kernels and branches run.
-
-    `pick` is `min` for a micro-step inside the window, and `max` where it closes.
-    """
+    """How often it passes over the parameters, and its kernels and branches."""
     traffic = hlo.traffic(program.as_text(), pick)
     assert traffic.copied <= 1e-6 * BYTES  # scalars
     return round(traffic.num_bytes / BYTES, 4), traffic.kernels, traffic.branches

@@ -45,10 +45,7 @@ def compiled(target, compiler_options, devices=DEVICES, **options):
 
 
 def hidden(program):
-    """For each asynchronous collective in a loop: whether it hides behind a product.
-
-    That is a start, the product, and the end, in this order of the schedule.
-    """
+    """For each asynchronous collective in a loop: whether it hides behind a product."""
     module, found = hlo.parse(program.as_text()), []
     loops = [p.instruction.computation for p in module.walk() if p.loops]
     for body in {id(body): body for body in loops}.values():
