@@ -523,6 +523,30 @@ def test_fp8_scales_are_those_of_the_whole_batch(data_axis, name):
     assert scales[name].max() < 0.5 * own[name].max()
 
 
+@pytest.mark.slow
+def test_fp8_layers_run_once_in_a_quarter_of_the_memory():
+    class Layers(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for width in (256, 64) * 2:
+                x = jnp.tanh(nn.Dense(width, dot_general_cls=Fp8.op)(x))
+            return x
+
+    model, args = Layers(), (jax.random.key(0), jnp.ones((2048, 64)))
+    params = jax.eval_shape(model.init, *args)
+
+    def loss(params, x):
+        return jnp.mean(jnp.square(model.apply(params, x)))
+
+    ours, whole = (
+        jax.jit(fun).lower(params, args[1]).compile().memory_analysis()
+        for fun in (ga.value_and_grad(loss, 8), jax.value_and_grad(loss))
+    )
+    assert ours.temp_size_in_bytes <= whole.temp_size_in_bytes / 4
+    found = ga.batch_dependencies(loss, 8)(params, args[1])
+    assert (found.forward_passes, found.backward_passes) == (1, 1)
+
+
 def test_what_cannot_keep_the_largest_fp8_scale_says_so():
     params, loss, x = fp8()
     acc = ga.accumulator.init(params)

@@ -45,7 +45,7 @@ from ga_optax._passes import constraints, places, read, references, rowwise
 from ga_optax._passes import rewrite as rewriting
 from ga_optax._text import warn
 from ga_optax._window import run as window
-from ga_optax._window.evaluation import MeetingLoss
+from ga_optax._window.evaluation import Evaluation, MeetingLoss
 
 
 class Traced(NamedTuple):
@@ -106,7 +106,7 @@ class Scheduled(NamedTuple):
     """
 
     rewritten: Rewritten
-    plan: window.WindowRun | None
+    plan: Evaluation | None
 
 
 Pair = tuple[tuple[jax.Array, Any], Any]  # ((loss, aux), gradients)

@@ -10,18 +10,19 @@ module for each step:
                 it. Values that no parameter changes, such as a token count, come first.
                 `rules` has a buffer for each kind of collective
     shared      values that all micro-batches share are computed once
-    residuals   values that later levels would compute again; `counts` counts the loops
+    residuals   values that later levels would compute again; `counts` tells the loops
                 in which each equation runs
     room        the residuals that stay, and those that are filled again
+    run         the chain: buffers go from level to level, and cotangents come back
     forward     fills the buffers of a level: one scan over the micro-batches
-    backward    the loss, then level by level: a `Loop` for each; the cotangents of
-                buffers are gradients, as the gradients of parameters are
+    backward    takes the cotangents of a level back: a `Loop` for each; the cotangents
+                of buffers are gradients, as the gradients of parameters are
 
 A collective fills a *buffer*: a sum or an extremum over the window, or the stack of its
 operands. The result of the collective is a *view* of the buffer. Once the buffers of
 earlier levels are filled, the micro-batches are independent again. `cost` and `cut`
-choose residuals, `values` evaluates the program, and `run` calls each step in turn.
-`runs` lists the phases of a window; `report` and `describe` show them.
+choose residuals, and `evaluation` evaluates the program. `runs` lists the phases of a
+window; `report` and `describe` show them.
 
 By default no part of `fun` runs more than three times forward and once backward; or
 twice forward, if the residuals for that take at most the bytes of one micro-batch's

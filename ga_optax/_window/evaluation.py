@@ -1,6 +1,6 @@
 """The values of a flat program: of one micro-batch, or shared by all of them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,24 +10,19 @@ import numpy as np
 from ga_optax import accumulator
 from ga_optax._devices import meshes
 from ga_optax._devices.collectives import vary
-from ga_optax._devices.meshes import Axes
-from ga_optax._loop.loss import LossProgram, Operands
+from ga_optax._loop.loss import DeviceContext, LossProgram, Operands
 from ga_optax._partition import is_inexact
 from ga_optax._passes import interpret, rewrite
 from ga_optax._window.flat import Opening, flat
-from ga_optax._window.meetings import part_of, whole
 from ga_optax._window.schedule import (
-    Buffer,
     Level,
-    Schedule,
-    View,
     schedule_of,
     traits_of,
 )
 from ga_optax._window.shared import parted
 
 Arrays = list[jax.Array]
-Buffers = dict[int, jax.Array]
+Buffers = dict[int, Any]  # by number; the latest come last
 
 
 class Part(NamedTuple):
@@ -51,36 +46,40 @@ class MeetingLoss(NamedTuple):
 
 
 class Evaluation:
-    """The values that a window has computed, and how to compute more.
+    """A window: the program, the arrays, and how values are computed.
 
     Attributes:
+      program: the loss of a micro-batch.
+      operands: the arrays; the last leaf of the batch is the index. The accumulator is
+        empty.
+      devices: the devices.
+      residual_bytes: the bytes that residuals may take between levels.
       axes: the data axes that are bound.
       varying: the axes over which values of micro-batches vary.
       xs: the micro-batches of this device: the leaves of the batch, and last the index.
       of_params: the variables of the leaves to differentiate with respect to.
       of_rows: the variables of `xs`.
-      params: the buffers of the parameters, which are filled from the start.
       constants: the values of the other arguments.
       schedule: the order of the computation.
-      buffers: the values of the buffers that are filled, by number.
-      free: arrays that are no longer read, over which new stacks are written.
-      num_new: how many stacks were allocated beside these.
-      latest: an array that was computed last.
-      filled_before: the buffers that were filled before.
+      params: the buffers of the parameters, which are filled from the start.
+      rows: the buffers of the leaves of the batch that are differentiated.
       functions: one function for levels that compute the same, such as equal layers.
     """
 
-    def __init__(self, loss: MeetingLoss, operands: Operands, axes: Axes) -> None:
-        self.axes = axes
+    def __init__(
+        self,
+        loss: MeetingLoss,
+        operands: Operands,
+        devices: DeviceContext,
+        residual_bytes: int | None,
+    ) -> None:
+        self.residual_bytes = residual_bytes
+        self.program, self.operands, self.devices = loss.program, operands, devices
+        self.axes, self.xs = devices.axes, operands.batch
         varying = frozenset().union(*map(meshes.varying, operands.batch))
-        self.varying = tuple(sorted({*axes, *varying}))
-        self.xs = operands.batch
+        self.varying = tuple(sorted({*self.axes, *varying}))
         self.params: list[int] = []
-        self.buffers: Buffers = {}
-        self.free: Arrays = []
-        self.num_new = 0
-        self.latest: jax.Array | None = None
-        self.filled_before: set[int] = set()
+        self.rows: list[int] = []
         self.functions: dict[Any, Callable[..., Any]] = {}
 
         consts, rows = operands.consts, [x[0] for x in self.xs]
@@ -102,28 +101,28 @@ class Evaluation:
         num_values = {"residual": len(self.xs[-1]), "stack": loss.size}
         self.schedule = schedule_of(jaxpr, loss.axis, traits, last, num_values)
 
-    def begin(self, schedule: Schedule, params: Arrays) -> None:
-        """Sets the schedule, and fills the buffers of parameters."""
-        self.schedule = schedule
-        pairs = zip(self.of_params, params, strict=True)
-        self.params = [self.given(x, "shared", True, value) for x, value in pairs]
+    def arguments(self) -> Buffers:
+        """Adds the buffers that are filled from the start, and returns them."""
+        schedule, rows = self.schedule, self.operands.rows
+        first = len(schedule.buffers)
+        for x in self.of_params:
+            schedule.given(x, "shared")
+        for x in self.of_rows[:rows]:
+            schedule.given(x, "residual")
+        middle, end = first + len(self.of_params), len(schedule.buffers)
+        self.params, self.rows = [*range(first, middle)], [*range(middle, end)]
+        return dict(enumerate([*self.operands.params, *self.xs[:rows]], first))
 
-    def given(
-        self, operand: Any, kind: str, has_cotangent: bool, value: jax.Array
-    ) -> int:
-        """Adds a buffer that is filled from the start; returns its number."""
-        schedule, j = self.schedule, len(self.schedule.buffers)
-        schedule.buffers.append(Buffer(operand, kind, Level(0), has_cotangent))
-        schedule.views[operand] = View(j, part_of if kind == "residual" else whole)
-        self.buffers[j] = value
-        return j
+    def is_residual(self, j: int) -> bool:
+        """True if a buffer holds a value of each of this device's micro-batches."""
+        return self.schedule.buffers[j].kind == "residual"
 
     def evaluate(
         self,
         wanted: Sequence[Any],
         level: Level,
+        buffers: Buffers,
         x: Any = None,
-        buffers: Buffers | None = None,
         acts: bool = False,
     ) -> Arrays:
         """The values of variables at a level.
@@ -131,11 +130,10 @@ class Evaluation:
         Args:
           wanted: the variables.
           level: the time: all buffers of earlier levels can be read.
+          buffers: the buffers that are filled; or a `Part` of a buffer.
           x: the micro-batch, a slice of `xs`; None if no rows are read.
-          buffers: buffers, or a `Part` of a buffer, in place of `self.buffers`.
           acts: True if equations that print or call back run, too.
         """
-        buffers = self.buffers if buffers is None else buffers
         rows = self.xs if x is None else x
         values = self.constants | dict(zip(self.of_rows, rows, strict=True))
         equations, read = self.schedule.needed(wanted, level, acts, buffers)
@@ -168,53 +166,26 @@ class Evaluation:
             self.functions[key] = jax.jit(lambda *args: fun(*args))
         return self.functions[key](*args)
 
-    # -- Stacks of values of micro-batches ---------------------------------------------
+    def stack(self, like: jax.Array, late: Buffers, number: int = 0) -> jax.Array:
+        """An array for a value of each micro-batch; its content does not matter.
 
-    def stack(self, like: jax.Array) -> jax.Array:
-        """An array for a value of each micro-batch; its content does not matter."""
-        type_ = self.type_of_stack(like)
-        for i, x in enumerate(self.free):
-            if jax.typeof(x) == type_:
-                return self.free.pop(i)
-        self.num_new += 1
-        return self.after_latest(self._stack(like))
-
-    def type_of_stack(self, like: jax.Array) -> Any:
-        """The type of a stack of such values."""
-        return jax.typeof(self._stack(like))
-
-    def _stack(self, like: jax.Array) -> jax.Array:
-        stack = jnp.broadcast_to(like, (len(self.xs[-1]), *like.shape))
-        return vary(stack, self.varying)
-
-    def after_latest(self, stack: jax.Array) -> jax.Array:
-        """Makes a stack depend on the latest result.
-
-        Without this dependence XLA on CPUs allocates all stacks at the start. The stack
-        begins with one number of the result.
+        Without a dependence on something `late` XLA on CPUs allocates all stacks at the
+        start. So this stack, one of a `number`, begins with a number of the latest.
         """
-        latest, is_empty = self.latest, 0 in stack.shape
-        if latest is None or is_empty or not is_inexact(stack) or _is_sharded(stack):
+        stack = jnp.broadcast_to(like, (len(self.xs[-1]), *like.shape))
+        stack = vary(stack, self.varying)
+        latest = next(filter(_has_numbers, reversed(late.values())), None)
+        if latest is None or 0 in stack.shape or not _has_numbers(stack):
             return stack
         is_known = isinstance(latest.size, int)  # `jax.export` leaves sizes open
-        number = jnp.ravel(latest)[self.num_new % latest.size if is_known else 0]
-        block = jax.lax.broadcast(number.astype(stack.dtype), (1,) * stack.ndim)
+        one = jnp.ravel(latest)[number % latest.size if is_known else 0]
+        block = jax.lax.broadcast(one.astype(stack.dtype), (1,) * stack.ndim)
         return jax.lax.dynamic_update_slice(stack, block, (0,) * stack.ndim)
 
-    def note_latest(self, new: Iterable[jax.Array]) -> None:
-        """Remembers one of the arrays that were computed last."""
-        for x in new:
-            if is_inexact(x) and x.size and not _is_sharded(x):
-                self.latest = x
 
-    def drop(self, numbers: Iterable[int]) -> None:
-        """Drops buffers of micro-batches. New stacks are written over them."""
-        self.free += [self.buffers.pop(j) for j in numbers if j in self.buffers]
-
-
-def _is_sharded(x: jax.Array) -> bool:
-    """True if the type of an array names a mesh axis."""
-    return any(meshes.spec_of_type(x))
+def _has_numbers(x: jax.Array) -> bool:
+    """True if one number of an array can be read, without communication."""
+    return bool(is_inexact(x) and x.size and not any(meshes.spec_of_type(x)))
 
 
 def placed(stack: jax.Array, x: jax.Array, index: jax.Array) -> jax.Array:

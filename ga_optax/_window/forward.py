@@ -14,54 +14,77 @@ from ga_optax._window.evaluation import Arrays, Buffers, Evaluation, placed
 from ga_optax._window.schedule import Level
 
 
-def fill(values: Evaluation, level: int) -> None:
-    """Fills the buffers of a level, and drops residuals that no later level reads."""
+def fill(values: Evaluation, level: int, buffers: Buffers) -> Buffers:
+    """The buffers after a level, without residuals that no later level reads."""
     schedule = values.schedule
     if members := schedule.filled_at(Level(level)):
-        _add(values, _filled(values, members, level), _ACROSS)
-    values.drop(schedule.drops.get(level, ()))
+        new = filled(values, members, level, buffers)
+        buffers = buffers | across(values, new, _ACROSS)
+    return without(buffers, schedule.drops.get(level, ()))
 
 
-def fill_again(values: Evaluation, level: int) -> None:
-    """Fills the residuals that were dropped of the segment that ends with a level."""
-    if members := values.schedule.refills.get(level):
-        values.buffers |= _filled(values, members, level + 1)
-
-
-def fill_shared(values: Evaluation, level: int) -> None:
-    """Computes once the values of a level that all micro-batches share."""
+def fill_shared(values: Evaluation, level: int, buffers: Buffers) -> Buffers:
+    """The buffers after the values of a level that all micro-batches share."""
     schedule, when = values.schedule, Level(level, in_loop=False)
-    if members := schedule.filled_at(when):
-        with jax.named_scope("forward"):
-            new = values.evaluate(schedule.operands(when), when)
-        values.buffers |= zip(members, new, strict=True)
+    members = schedule.filled_at(when)
+    if not members:
+        return buffers
+    with jax.named_scope("forward"):
+        new = values.evaluate(schedule.operands(when), when, buffers)
+    return buffers | dict(zip(members, new, strict=True))
 
 
-def fill_last(values: Evaluation, results: Arrays) -> None:
-    """Fills the buffers of the level of the loss with results of its loop."""
+def fill_again(
+    values: Evaluation, level: int, buffers: Buffers, cotangents: Buffers
+) -> Buffers:
+    """The buffers with dropped residuals of the segment that ends with a level."""
+    schedule = values.schedule
+    buffers = without(
+        buffers, filter(values.is_residual, schedule.filled_at(Level(level)))
+    )
+    if members := schedule.refills.get(level):
+        buffers |= filled(values, members, level + 1, buffers, cotangents)
+    return buffers
+
+
+def fill_last(values: Evaluation, buffers: Buffers, results: Arrays) -> Buffers:
+    """The buffers after the level of the loss, with results of its loop."""
     members = values.schedule.filled_at(Level(values.schedule.end))
-    _add(values, dict(zip(members, results, strict=True)), ["stack"])
+    new = dict(zip(members, results, strict=True))
+    return buffers | across(values, new, ["stack"])
 
 
-def _filled(values: Evaluation, members: Sequence[int], level: int) -> Buffers:
-    """The buffers that one loop fills from the buffers of earlier levels."""
-    buffers = dict(enumerate(values.schedule.buffers[j] for j in members))
-    folds = {i: FOLDS[b.kind] for i, b in buffers.items() if b.is_folded}
-    operands = [b.operand for b in buffers.values()]
+def without(buffers: Buffers, numbers: Iterable[int]) -> Buffers:
+    """The other buffers."""
+    gone = set(numbers)
+    return {j: x for j, x in buffers.items() if j not in gone}
+
+
+def filled(
+    values: Evaluation,
+    members: Sequence[int],
+    level: int,
+    buffers: Buffers,
+    late: Buffers | None = None,
+) -> Buffers:
+    """The buffers that one loop fills from other buffers.
+
+    New stacks wait for `late`, by default for these buffers.
+    """
+    some = [values.schedule.buffers[j] for j in members]
+    operands = [b.operand for b in some]
+    folds = {i: FOLDS[b.kind] for i, b in enumerate(some) if b.is_folded}
+    late = buffers if late is None else late
     start: dict[int, Any] = {
         i: folds[i].init(x.aval, lambda x, term: vary(x, values.varying))
         if i in folds
-        else values.stack(zeros(x.aval))
+        else values.stack(zeros(x.aval), late, i)
         for i, x in enumerate(operands)
         if not jnp.issubdtype(x.aval.dtype, jax.dtypes.extended)
     }
-    for i in [i for i in start if members[i] in values.filled_before][:1]:
-        # A segment is filled again over arrays that were just read: it waits for them.
-        start[i] = values.after_latest(start[i])
-    values.filled_before.update(members)
 
     def micro_batch(x: Any) -> Arrays:
-        return values.evaluate(operands, Level(level), x)
+        return values.evaluate(operands, Level(level), buffers, x)
 
     closed: Any = jax.make_jaxpr(micro_batch)([x[0] for x in values.xs])
 
@@ -80,23 +103,23 @@ def _filled(values: Evaluation, members: Sequence[int], level: int) -> Buffers:
         return last | {i: folds[i].finish(last[i], None) for i in folds} | keys
 
     with jax.named_scope("forward"):
-        key = read.form(closed.jaxpr), tuple(b.kind for b in buffers.values())
+        key = read.form(closed.jaxpr), tuple(b.kind for b in some)
         new = values.run(key, run, start, values.xs, closed.consts)
-    values.note_latest(new[i] for i in start)
     return {j: new[i] for i, j in enumerate(members)}
 
 
-def _add(values: Evaluation, new: Buffers, kinds: Iterable[str]) -> None:
-    """Stores the buffers of a level; some kinds are put together over all devices."""
+def across(values: Evaluation, new: Buffers, kinds: Iterable[str]) -> Buffers:
+    """New buffers in their dtypes; some kinds are put together over all devices."""
     axes, buffers = values.axes, values.schedule.buffers
     for kind in kinds if axes else ():
         group = [j for j in new if buffers[j].kind == kind]
         whole = _ACROSS[kind]([new[j] for j in group], axes)
         new |= zip(group, whole, strict=True)
-    for j, x in new.items():
-        dtype: Any = buffers[j].operand.aval.dtype
-        x = x if x.dtype == dtype else x.astype(dtype)
-        values.buffers[j] = vary(x, axes)
+    dtypes: dict[int, Any] = {j: buffers[j].operand.aval.dtype for j in new}
+    return {
+        j: vary(x if x.dtype == dtypes[j] else x.astype(dtypes[j]), axes)
+        for j, x in new.items()
+    }
 
 
 # How each kind of buffer is put together over devices.

@@ -13,7 +13,6 @@ level would have to add up. `room` chooses which residuals stay, and for how lon
 """
 
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,40 +20,39 @@ from jax.extend import core
 
 from ga_optax._passes import read
 from ga_optax._passes.read import is_mark, variables
-from ga_optax._window import cost, cut
-from ga_optax._window.counts import Counter
+from ga_optax._window import cost, counts, cut
+from ga_optax._window.counts import LoopSets
+from ga_optax._window.schedule import Schedule
 
 _LONGEST = 32  # cheap equations in a row that run again behind a residual
-_FORWARD, _BACKWARD = 2, 1  # runs that every equation has
 _EARLIER = 1 / 2  # the price of a residual that is stored already
 
 
-def store_marked(counter: Counter) -> None:
+def store_marked(schedule: Schedule) -> None:
     """Stores what `checkpoint_name(x, axis)` marks, if a later level reads it."""
-    schedule = counter.schedule
+    readers = counts.counted(schedule).readers
     for e in schedule.jaxpr.eqns:
         for x in e.outvars if is_mark(e, schedule.axis) else ():
             traits = schedule.traits[x]
-            is_read = counter.forward.readers(x) >> traits.level + 1
+            is_read = readers.get(x, 0) >> traits.level + 1
             if is_read and traits.of_rows and x not in schedule.views:
-                counter.store(x, "residual", traits.level)
+                schedule.buffer(x, "residual", traits.level)
 
 
-def store(counter: Counter, levels: Iterable[int]) -> None:
+def store(schedule: Schedule, levels: Iterable[int]) -> None:
     """Stores residuals after each of these levels, in order."""
-    for level, border in _borders(counter, levels):
-        for x in _chosen(counter, level, border):
-            counter.store(x, "residual", level)
+    loops = counts.counted(schedule)
+    for level, border in _borders(loops, levels):
+        for x in _chosen(loops, level, border):
+            schedule.buffer(x, "residual", level)
 
 
-def _borders(
-    counter: Counter, levels: Iterable[int]
-) -> Iterator[tuple[int, list[Any]]]:
+def _borders(loops: LoopSets, levels: Iterable[int]) -> Iterator[tuple[int, list[Any]]]:
     """The values of rows up to each level that an equation after the level reads."""
-    schedule, by_level = counter.schedule, {}
+    schedule, by_level = loops.schedule, {}
     for e in filter(schedule.is_of_rows, schedule.jaxpr.eqns):
         by_level.setdefault(schedule.level_of(e), []).extend(e.outvars)
-    last = {x: _last_reader(counter, x) for some in by_level.values() for x in some}
+    last = {x: _last_reader(loops, x) for some in by_level.values() for x in some}
     border, first = [], 1
     for level in levels:
         new = (by_level.get(i, ()) for i in range(first, level + 1))
@@ -63,43 +61,41 @@ def _borders(
         yield level, border
 
 
-def _last_reader(counter: Counter, variable: Any) -> int:
+def _last_reader(loops: LoopSets, variable: Any) -> int:
     """The last level that reads a variable; -1 if there is none."""
-    schedule = counter.schedule
+    schedule = loops.schedule
     readers = (e for e, _ in read.uses(schedule.jaxpr, variable))
-    levels = [schedule.level_of(e) for e in readers if counter.loops(e)]
-    return max([counter.forward.roots.get(variable, 0).bit_length() - 1, *levels])
+    levels = [schedule.level_of(e) for e in readers if loops.of(e)]
+    return max([loops.roots.get(variable, 0).bit_length() - 1, *levels])
 
 
-def _chosen(counter: Counter, level: int, border: Sequence[Any]) -> list[Any]:
-    """The new residuals after a level; none if no equation would run too often."""
-    equations, earlier = _behind(counter, border, level)
-    sources, excluded = _costly(counter, equations, level)
+def _chosen(loops: LoopSets, level: int, border: Sequence[Any]) -> list[Any]:
+    """The new residuals after a level; none if only cheap equations would run again."""
+    equations, earlier = _behind(loops, border, level)
+    sources = _costly(loops, equations, level)
     if not sources:
         return []
 
     def size(x: Any) -> float:
-        if x in excluded:
-            return math.inf
         price = _EARLIER if x in earlier else 1.0
-        return price * counter.schedule.num_values["residual"] * cost.nbytes(x) + 1
+        return price * loops.schedule.num_values["residual"] * cost.nbytes(x) + 1
 
     cut_values = cut.smallest(equations, [*sources, *earlier], set(border), size)
     return [x for x in cut_values if x not in earlier]
 
 
 def _behind(
-    counter: Counter, border: Sequence[Any], level: int
+    loops: LoopSets, border: Sequence[Any], level: int
 ) -> tuple[list[core.JaxprEqn], list[Any]]:
     """The equations that later loops run for a border, and residuals that they read."""
-    schedule = counter.schedule
+    schedule = loops.schedule
     jaxpr, views, buffers = schedule.jaxpr, schedule.views, schedule.buffers
 
     def is_known(x: Any) -> bool:
         e = read.made_by(jaxpr, x)
         if x in views or e is None:
             return True
-        return not (counter.loops(e) >> level + 1 and schedule.is_of_rows(e))
+        return not (loops.of(e) >> level + 1 and schedule.is_of_rows(e))
 
     equations, reads = read.needed(jaxpr, border, is_known)
     stored = (x for x in reads if x in views)
@@ -107,25 +103,20 @@ def _behind(
 
 
 def _costly(
-    counter: Counter, equations: Sequence[core.JaxprEqn], level: int
-) -> tuple[list[Any], set[Any]]:
-    """The results of equations that must not run again, and results not to be stored.
+    loops: LoopSets, equations: Sequence[core.JaxprEqn], level: int
+) -> list[Any]:
+    """The results that loops up to a level compute, and that later ones must not.
 
-    An equation is dear if it is not cheap, or if it ends `_LONGEST` equations in a row.
-    A dear equation that no loop up to the level runs would run there for a residual
-    alone, so nothing that is computed of its results may be stored.
+    They are results of equations that are not cheap, or that end `_LONGEST` equations
+    in a row.
     """
     up_to = (1 << level + 1) - 1
     depth: dict[Any, int] = {}
-    sources, excluded = [], set()
+    sources = []
     for e in equations:
         steps = 1 + max((depth.get(x, 0) for x in variables(e.invars)), default=0)
         depth.update(dict.fromkeys(e.outvars, steps))
         is_dear = not cost.is_cheap(e) or steps % _LONGEST == 0
-        runs_before = counter.loops(e) & up_to
-        if is_dear and runs_before and counter.exceeds(e, _FORWARD, _BACKWARD):
+        if is_dear and loops.of(e) & up_to:
             sources += e.outvars
-        reads_excluded = not excluded.isdisjoint(variables(e.invars))
-        if (is_dear and not runs_before) or reads_excluded:
-            excluded.update(e.outvars)
-    return sources, excluded
+    return sources

@@ -24,7 +24,6 @@ import numpy as np
 from ga_optax._passes import read
 from ga_optax._passes.read import is_mark
 from ga_optax._window import cost, residuals
-from ga_optax._window.counts import Counter
 from ga_optax._window.schedule import Level, Schedule
 from ga_optax._window.shared import share
 
@@ -71,11 +70,10 @@ def planned(
         the bytes of a whole step without the bytes of a level's step, and for `LITTLE`
         at least; segments may take more.
     """
-    counter = Counter(schedule.copy())
-    residuals.store_marked(counter)
-    marked = counter.schedule.copy()
-    residuals.store(counter, range(1, schedule.end))
-    full = counter.schedule
+    marked = schedule.copy()
+    residuals.store_marked(marked)
+    full = marked.copy()
+    residuals.store(full, range(1, schedule.end))
     lives = list(_lives(full))
     if not lives:
         return full
@@ -251,9 +249,8 @@ def _less(schedule: Schedule, most: int) -> Schedule:
     while few < many:
         number = (few + many + 1) // 2
         places = ((i + 1) * (schedule.end - 1) // (number + 1) for i in range(number))
-        counter = Counter(schedule.copy())
-        residuals.store(counter, sorted({1 + place for place in places}))
-        trial = counter.schedule
+        trial = schedule.copy()
+        residuals.store(trial, sorted({1 + place for place in places}))
         trial.peak = peak(list(_lives(trial)), (), trial.end)
         if trial.peak <= most:
             few, best = number, trial

@@ -89,10 +89,14 @@ def counted(schedule: Schedule) -> dict[int, Runs]:
 
 
 def most(runs: Iterable[Runs]) -> Runs:
-    """The most runs of costly equations; if there are none, of all."""
+    """The most runs of costly equations; if there are none, of all.
+
+    The gradient of a costly equation may be in the rule of a cheap one.
+    """
     runs = list(runs)
     costly = [x for x in runs if x.costs] or runs
-    return Runs(*map(max, zip(Runs(), *costly, strict=True)))
+    costs, forward, backward = map(max, zip(Runs(), *costly, strict=True))
+    return Runs(costs, forward, backward or int(any(x.backward for x in runs)))
 
 
 def _read_back(

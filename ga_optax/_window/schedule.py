@@ -334,6 +334,13 @@ class Schedule:
             self.views.setdefault(operand, view)
         return i
 
+    def given(self, operand: Any, kind: str) -> None:
+        """Adds the buffer of an argument, which is filled from the start."""
+        smooth = kind == "shared" or self.traits[operand].smooth
+        of = part_of if kind == "residual" else whole
+        self.views[operand] = View(len(self.buffers), of)
+        self.buffers.append(Buffer(operand, kind, Level(0), smooth))
+
 
 def schedule_of(
     jaxpr: core.Jaxpr,

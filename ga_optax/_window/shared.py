@@ -20,8 +20,8 @@ from jax.extend import core
 
 from ga_optax._passes import read, rewrite
 from ga_optax._passes.read import following
-from ga_optax._window import cost, cut
-from ga_optax._window.counts import Counter
+from ga_optax._window import cost, counts, cut
+from ga_optax._window.counts import LoopSets
 from ga_optax._window.meetings import is_collective
 from ga_optax._window.schedule import Schedule
 
@@ -30,19 +30,19 @@ _LITTLE = 1 / 20  # of the work of the rows
 
 def share(schedule: Schedule) -> Schedule:
     """The schedule with buffers for values that are computed once."""
-    counter = Counter(schedule.copy())
+    loops = counts.counted(schedule.copy())
     jaxpr = schedule.jaxpr
     meetings = [e.outvars for e in jaxpr.eqns if is_collective(e, schedule.axis)]
     gathered = following(jaxpr, [x for outs in meetings for x in outs])
     of_rows: dict[int, float] = collections.defaultdict(float)  # by their loops
     for e in filter(schedule.is_of_rows, jaxpr.eqns):
-        of_rows[counter.loops(e)] += cost.work(e)
+        of_rows[loops.of(e)] += cost.work(e)
     groups: dict[int, list[core.JaxprEqn]] = {}
     for e in jaxpr.eqns:
         if _is_shared(schedule, e):
             groups.setdefault(schedule.level_of(e), []).append(e)
     for level in range(1, schedule.end + 1):
-        group = [e for e in groups.get(level, ()) if counter.loops(e)]
+        group = [e for e in groups.get(level, ()) if loops.of(e)]
         sources = [
             x
             for e in group
@@ -50,10 +50,10 @@ def share(schedule: Schedule) -> Schedule:
             or (cost.work(e) and not gathered.isdisjoint(e.outvars))
             for x in e.outvars
         ]
-        if sources and _is_much(counter, group, of_rows):
-            for x in _smallest(counter, group, sources):
-                counter.store(x, "shared", level)
-    return counter.schedule
+        if sources and _is_much(loops, group, of_rows):
+            for x in _smallest(loops, group, sources):
+                loops.schedule.buffer(x, "shared", level)
+    return loops.schedule
 
 
 def parted(jaxpr: core.Jaxpr, axis: str, rows: Sequence[Any]) -> core.Jaxpr:
@@ -115,25 +115,25 @@ def _is_shared(schedule: Schedule, equation: core.JaxprEqn) -> bool:
 
 
 def _is_much(
-    counter: Counter, group: list[core.JaxprEqn], of_rows: Mapping[int, float]
+    loops: LoopSets, group: list[core.JaxprEqn], of_rows: Mapping[int, float]
 ) -> bool:
     """True if a group takes more than a little of the work of its loops."""
-    group_loops = functools.reduce(operator.or_, map(counter.loops, group))
-    shared = sum(cost.work(e) * counter.loops(e).bit_count() for e in group)
-    rows = sum(x * (group_loops & loops).bit_count() for loops, x in of_rows.items())
+    group_loops = functools.reduce(operator.or_, map(loops.of, group))
+    shared = sum(cost.work(e) * loops.of(e).bit_count() for e in group)
+    rows = sum(x * (group_loops & some).bit_count() for some, x in of_rows.items())
     return shared > _LITTLE * rows
 
 
 def _smallest(
-    counter: Counter, group: list[core.JaxprEqn], sources: list[Any]
+    loops: LoopSets, group: list[core.JaxprEqn], sources: list[Any]
 ) -> list[Any]:
     """The smallest set of shared values from which loops can compute the others."""
     inside = {id(e) for e in group}
     sinks = set()
     for x in (x for e in group for x in e.outvars):
-        readers = (r for r, _ in read.uses(counter.schedule.jaxpr, x))
+        readers = (r for r, _ in read.uses(loops.schedule.jaxpr, x))
         outside = (r for r in readers if id(r) not in inside)
-        if counter.forward.roots.get(x) or any(map(counter.loops, outside)):
+        if loops.roots.get(x) or any(map(loops.of, outside)):
             sinks.add(x)
 
     def size(x: Any) -> float:
