@@ -101,7 +101,7 @@ class MultiStepsState(NamedTuple):
         ):
             del fields["counters"]
             fields |= {name: self._read(name) for name in COUNTERS}
-        return _text.record(type(self).__name__, fields)
+        return _text.repr_of(type(self).__name__, fields)
 
     def _read(self, name: str) -> jax.Array:
         counters, i = self.counters, COUNTERS.index(name)
@@ -177,7 +177,7 @@ class Stats(NamedTuple):
         return self.skipped_micro_steps + self.skipped_windows
 
     def __repr__(self) -> str:
-        return _text.record(type(self).__name__, self._asdict())
+        return _text.repr_of(type(self).__name__, self._asdict())
 
 
 def has_updated(state: optax.OptState) -> jax.Array:

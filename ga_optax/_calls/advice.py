@@ -15,8 +15,7 @@ from ga_optax._calls import rows
 from ga_optax._calls.batches import nbytes
 from ga_optax._calls.call import Call
 from ga_optax._partition import Note, Partitioned
-from ga_optax._passes import known, places, read
-from ga_optax._passes.log import info
+from ga_optax._passes import known, log, places, read
 from ga_optax._text import warn
 from ga_optax._window.meetings import MEETINGS
 
@@ -97,7 +96,7 @@ def say(call: Call, jaxpr: core.Jaxpr, part: Partitioned) -> None:
         f"and {for_own:,} for its own rows: {what}. "
         f"{todo or _OF_ANY_OTHER} ga_optax.batch_dependencies shows every line."
     )
-    info(text)
+    log.write(text)
     if lines not in _warned:
         _warned.add(lines)
         warn(text)
