@@ -409,18 +409,18 @@ OF_ALL = [
     ({"argnums": LORA}, ValueError, "selection of argnums in argument 0"),
     ({"has_aux": True}, TypeError, "fun must return"),
     ({"num_microbatches": 3}, ValueError, "must divide"),
-    ({"batch_argnums": (1, 2)}, ValueError, "number 2, and 2 of them"),
-    ({"batch_argnums": -3}, ValueError, "number -3, and 2 of them"),
+    ({"batch_argnums": (1, 2)}, ValueError, "names 2, and the call has 2"),
+    ({"batch_argnums": -3}, ValueError, "names -3, and the call has 2"),
 ]
 OF_THE_BATCH = [
-    ({"aux": "mean"}, TypeError, "but aux came.*accumulate has it"),
-    ({"rng_argnums": 2}, TypeError, "but rng_argnums came.*accumulate has it"),
+    ({"aux": "mean"}, TypeError, "but aux was passed.*accumulate has it"),
+    ({"rng_argnums": 2}, TypeError, "but rng_argnums was passed.*accumulate has it"),
     ({"batch_argnums": 0, "argnums": 1}, ValueError, "hold arrays, but argument 0"),
     ({"batch_argnum": 1}, TypeError, "batch_argnum"),
 ]
 OF_EACH = [
-    (mean_loss, {"whole_batch": True}, TypeError, "whole_batch came"),
-    (mean_loss, {"carry_argnums": 2}, TypeError, "carry_argnums came"),
+    (mean_loss, {"whole_batch": True}, TypeError, "whole_batch was passed"),
+    (mean_loss, {"carry_argnums": 2}, TypeError, "carry_argnums was passed"),
     (at_first(adds), {}, ValueError, r"\['rows'\].*nnx.pop"),
     (at_first(switches), {}, ValueError, "model.train"),
     (at_first(assigns), {}, ValueError, "must not assign"),

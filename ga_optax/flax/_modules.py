@@ -22,6 +22,7 @@ from ga_optax import _verify
 from ga_optax._calls import accumulate as of_each
 from ga_optax._calls import dependencies, gradients
 from ga_optax._calls.options import place_of
+from ga_optax._calls.results import check_number
 from ga_optax._calls.words import explains_keywords, warns_outside_jit
 from ga_optax._checks import check_not_empty
 from ga_optax._devices.data_axis import DataAxis
@@ -204,7 +205,10 @@ def _of_all_rows(
         @wraps(fun)  # `core` looks up the names of `fun`'s arguments
         def run_pure(*args: Any, nnx_variables: Any, **kwargs: Any) -> Any:
             out, variables = objects.run(args, kwargs, nnx_variables)
-            return _with_aux(objects.changed(variables), out if has_aux else (out, ()))
+            if not has_aux:
+                check_number(out)
+                out = out, ()
+            return _with_aux(objects.changed(variables), out)
 
         kwargs = objects.kwargs | {"nnx_variables": objects.rest}
         return finish(objects, core(run_pure)(*objects.args, **kwargs))
