@@ -428,6 +428,21 @@ OF_EACH = [
 ]
 
 
+@pytest.mark.parametrize("of", [value_and_grad, batch_dependencies])
+def test_a_pair_without_has_aux_is_said(of):
+    def pair(model, x):
+        return mean_loss(model, x), 1
+
+    with pytest.raises(TypeError, match=r"loss is a tuple of 2\. Pass has_aux=True"):
+        of(pair, 2)(linear_models()[0], ROWS_OF_3)
+
+
+def test_batch_dependencies_has_one_name_for_variables_without_gradient():
+    model = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+    report = batch_dependencies(mean_loss, 2)(model, jnp.ones((8, 4)))
+    assert report.given_whole == {"other variables of modules": 2 * 4 * 4}
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize(("options", "error", "message"), OF_ALL + OF_THE_BATCH)
 @pytest.mark.parametrize("of", [value_and_grad, batch_dependencies])

@@ -562,12 +562,14 @@ apply(emit=np.bool_(1)) -> T a Python bool, or a bool scalar
 # States, and what only a MultiSteps can do.
 apply(SGD, weight=2.0) -> V there is none
 ga.stats(SGD.init(DENSE)) -> V there is none
+ga.stats({"mini_step": 1}) -> V there is none | restored without a target
 update(state=started(1), of_tx={"k": 4}) -> V every_k_schedule=1 | _replace
 apply(emit=False, **OF_ONE) -> V every_k_schedule=1
 apply(emit=ONE[0] > 0, **OF_ONE) -> V must hold an accumulator
 apply(CHAIN, emit=True) -> T emit needs tx | MultiSteps(optax.chain
 flush(CHAIN) -> T flush needs tx
 update(state=SGD.init(DENSE)) -> T must be a MultiStepsState
+update(state={"mini_step": 1}) -> T must be a MultiStepsState | without a target
 ga.apply_gradients(TX, GRADS, DENSE, STATE) -> T swapped? | grads, state, params
 ga.apply_gradients(TX, STATE, GRADS, DENSE) -> T swapped? | grads, state, params
 ga.apply_gradients(CHAIN, GRADS, DENSE, HELD) -> T swapped? | grads, state, params

@@ -9,6 +9,7 @@ The functions of pure arguments do the work. To `value_and_grad`, changed variab
 aux; to `accumulate`, they are a carry. `verify` checks that both give one gradient.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any
@@ -180,7 +181,19 @@ def batch_dependencies(
         data_axis=data_axis,
         residual_bytes=residual_bytes,
     )
-    return _of_all_rows(core, fun, argnums, has_aux, finish=lambda _, out: out)
+    return _of_all_rows(core, fun, argnums, has_aux, finish=_with_variables_named)
+
+
+def _with_variables_named(
+    objects: Objects, report: dependencies.BatchDependencies
+) -> dependencies.BatchDependencies:
+    """The report, with one name for all variables that are not differentiated."""
+    del objects
+    whole: dict[str, int] = {}
+    for name, nbytes in report.given_whole.items():
+        name = "other variables of modules" if "nnx_variables" in name else name
+        whole[name] = whole.get(name, 0) + nbytes
+    return dataclasses.replace(report, given_whole=whole)
 
 
 def _of_all_rows(
