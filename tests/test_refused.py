@@ -63,7 +63,7 @@ W, {} -> V must name arguments that hold arrays | argument 1 is a dict without
   | Pass the
 W, None -> V must name arguments that hold arrays | argument 1 is None | Pass the batch
 W, X, batch_axes=None
-  -> V hold arrays | None to all leaves of argument 1 | the axis of these
+  -> V hold arrays | None to all leaves of argument 1 | their axis
 W, {"x": X, "id": WORDS}
   -> T must hold arrays | argument 1 has a list of 8 strings | such as token ids
 W, [1.0] * 8 -> T a list of 8 numbers | Pass jnp.asarray of it
