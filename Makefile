@@ -33,7 +33,7 @@ types: $(VENV)/ready
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 docs: $(VENV)/ready
 	$(BIN)/python -m sphinx -W --keep-going docs docs/_build/html
-demo: $(VENV)/ready
+demo: $(VENV)/ready-for-demo
 	$(BIN)/python examples/digits.py
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/suite.py $(if $(OUT),--results $(OUT) --pictures $(OUT))
@@ -71,8 +71,15 @@ accelerators:
 	else echo "Skipped: no compilers of accelerators for $$($(PYTHON) --version) on this" \
 	  "machine. They need Linux, Python 3.12 or newer (PYTHON=python3.13) and a network."; fi
 
+# The demo needs fewer packages than the tests, so a fresh clone shows it sooner.
+$(VENV)/ready-for-demo: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable . --group demo
+	touch $@
+
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable . --group dev
-	touch $@
+	touch $@ $@-for-demo

@@ -116,7 +116,7 @@ def draw_micro_step(result: dict[str, Any]) -> Any:
 def draw_memory(result: dict[str, Any]) -> Any:
     """Draws the memory that a window needs, against the number of micro-batches."""
     rows = result["results"]
-    figure, ax = _panels(1, height=3.6)
+    figure, ax = _panels(1, height=4.2)
     ways = (
         *(peers.OURS, peers.OURS_LOOP, peers.SCAN),
         *(peers.MICROBATCHING, peers.MULTI_STEPS, peers.TWO_PROGRAMS),
@@ -170,7 +170,7 @@ def draw_gain(result: dict[str, Any]) -> Any:
 def draw_collectives(result: dict[str, Any]) -> Any:
     """Draws the bytes that cross the network in a window, against k."""
     rows = result["results"]
-    figure, ax = _panels(1, height=3.6)
+    figure, ax = _panels(1, height=4.2)
     ways = (
         *(peers.OURS, peers.SCAN, peers.SCAN_KEPT),
         *(peers.MICROBATCHING, peers.MULTI_STEPS),
@@ -179,8 +179,8 @@ def draw_collectives(result: dict[str, Any]) -> Any:
     work = rows[-1]["work_over_share"][peers.SCAN]
     if work > 1.5:
         names[peers.SCAN] += (
-            f";\nwhere the line falls, all rows go to\nall devices, each of which does "
-            f"{work:.0f} times\nits share"
+            f"; where the line falls, all rows go to all\ndevices, each of which does "
+            f"{work:.0f} times its share"
         )
     _lines(ax, rows, "over_gradient", ways, names)
     ax.set_yscale("log")
@@ -199,7 +199,7 @@ def draw_accelerators(result: dict[str, Any]) -> Any:
             "window_dense"
         ),
     }
-    figure, axes = _panels(2)
+    figure, axes = _panels(2, height=3.4)
     lines: dict[str, Any] = {}
     for ax, (title, part) in zip(axes, panels.items(), strict=True):
         for row in result[part]:
@@ -212,8 +212,8 @@ def draw_accelerators(result: dict[str, Any]) -> Any:
                 lines.setdefault(name, *drawn)
         ax.set_title(title)
         ax.margins(x=0.1)
-        ax.set_ylim(bottom=0)
-    figure.legend(lines.values(), lines, loc="outside lower center", ncols=2)
+        ax.set_ylim(0, 1.1 * ax.dataLim.ymax)
+    figure.legend(lines.values(), lines, loc="outside lower center")
     return figure
 
 
@@ -269,7 +269,7 @@ def _lines(
     _ticks(ax.xaxis, ks)
     ax.set_xlabel("micro-batches in a window, k")
     handles, labels = ax.get_legend_handles_labels()
-    ax.figure.legend(handles[::-1], labels[::-1], loc="outside right center")
+    ax.figure.legend(handles[::-1], labels[::-1], loc="outside lower center")
 
 
 def _ticks(axis: Any, values: Any) -> None:

@@ -55,8 +55,8 @@ def listed(names: Sequence[object], most: int = 8) -> str:
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def record(name: str, fields: Mapping[str, Any]) -> str:
-    """A record in a few lines: numbers as they are, trees by their arrays and bytes."""
+def repr_of(name: str, fields: Mapping[str, Any]) -> str:
+    """A `repr` in a few lines: numbers as they are, trees by their arrays and bytes."""
     fields = {
         field: x for field, x in fields.items() if not isinstance(x, tuple | dict) or x
     }

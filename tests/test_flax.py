@@ -409,23 +409,38 @@ OF_ALL = [
     ({"argnums": LORA}, ValueError, "selection of argnums in argument 0"),
     ({"has_aux": True}, TypeError, "fun must return"),
     ({"num_microbatches": 3}, ValueError, "must divide"),
-    ({"batch_argnums": (1, 2)}, ValueError, "number 2, and 2 of them"),
-    ({"batch_argnums": -3}, ValueError, "number -3, and 2 of them"),
+    ({"batch_argnums": (1, 2)}, ValueError, "names 2, and the call has 2"),
+    ({"batch_argnums": -3}, ValueError, "names -3, and the call has 2"),
 ]
 OF_THE_BATCH = [
-    ({"aux": "mean"}, TypeError, "but aux came.*accumulate has it"),
-    ({"rng_argnums": 2}, TypeError, "but rng_argnums came.*accumulate has it"),
+    ({"aux": "mean"}, TypeError, "but aux was passed.*accumulate has it"),
+    ({"rng_argnums": 2}, TypeError, "but rng_argnums was passed.*accumulate has it"),
     ({"batch_argnums": 0, "argnums": 1}, ValueError, "hold arrays, but argument 0"),
     ({"batch_argnum": 1}, TypeError, "batch_argnum"),
 ]
 OF_EACH = [
-    (mean_loss, {"whole_batch": True}, TypeError, "whole_batch came"),
-    (mean_loss, {"carry_argnums": 2}, TypeError, "carry_argnums came"),
+    (mean_loss, {"whole_batch": True}, TypeError, "whole_batch was passed"),
+    (mean_loss, {"carry_argnums": 2}, TypeError, "carry_argnums was passed"),
     (at_first(adds), {}, ValueError, r"\['rows'\].*nnx.pop"),
     (at_first(switches), {}, ValueError, "model.train"),
     (at_first(assigns), {}, ValueError, "must not assign"),
     *((mean_loss, *row) for row in OF_ALL),
 ]
+
+
+@pytest.mark.parametrize("of", [value_and_grad, batch_dependencies])
+def test_a_pair_without_has_aux_is_said(of):
+    def pair(model, x):
+        return mean_loss(model, x), 1
+
+    with pytest.raises(TypeError, match=r"loss is a tuple of 2\. Pass has_aux=True"):
+        of(pair, 2)(linear_models()[0], ROWS_OF_3)
+
+
+def test_batch_dependencies_has_one_name_for_variables_without_gradient():
+    model = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+    report = batch_dependencies(mean_loss, 2)(model, jnp.ones((8, 4)))
+    assert report.given_whole == {"other variables of modules": 2 * 4 * 4}
 
 
 @pytest.mark.quick

@@ -63,7 +63,7 @@ W, {} -> V must name arguments that hold arrays | argument 1 is a dict without
   | Pass the
 W, None -> V must name arguments that hold arrays | argument 1 is None | Pass the batch
 W, X, batch_axes=None
-  -> V hold arrays | None to all leaves of argument 1 | the axis of these
+  -> V hold arrays | None to all leaves of argument 1 | their axis
 W, {"x": X, "id": WORDS}
   -> T must hold arrays | argument 1 has a list of 8 strings | such as token ids
 W, [1.0] * 8 -> T a list of 8 numbers | Pass jnp.asarray of it
@@ -81,9 +81,9 @@ fun=3 -> T fun must be a function | it is 3 | Pass the loss function
 optimize=1 -> T optimize must be a bool | it is 1 | Pass False for the plain scan
 has_aux="yes" -> T has_aux must be a bool | it is 'yes' | returns (loss, aux)
 W, batch=X
-  -> V batch_argnums must name | names number 1, and 1 of | for keywords there is
+  -> V batch_argnums must name | names 1, and the call has 1 | for keywords there is
 W, X, z=1, batch_argnames="y"
-  -> V batch_argnames must name | names 'y', and z came | Pass that argument as a
+  -> V batch_argnames must name | names 'y', and the call has z | Pass that
 {"n": np.int32(1), "w": W}, X
   -> T leaf ['n'] of argument 0 must | dtype int32 | or allow_int=True, which
 argnums=(0, 0) -> V argnums must name each argument once | 0 twice | it once
@@ -108,13 +108,13 @@ W, X, fun=lambda w, x: jax.lax.complex(loss(w, x), w)
   -> T The loss must be real | dtype complex64 | real part, or pass holomorphic
 W, X, fun=returns(X) -> T fun must return the loss | a tuple of 2 | Pass has_aux=True if
 W, X, fun=lambda w, x: None -> T must return the loss | None. | Is a return mis
-W, X, fun=lambda w, x: {"loss": x} -> T the loss | of type dict | Return the
+W, X, fun=lambda w, x: {"loss": x} -> T the loss | of type dict | Return a
 W, X, fun=loss, has_aux=True
   -> T return (loss, aux) with has_aux=True | an array of shape () | leave out
 W, X, fun=lambda w, x: (loss(w, x), 1, 2), has_aux=True
-  -> T with has_aux=True | instead of a pair came a tuple of 3. | Return it
+  -> T with has_aux=True | but it returned a tuple of 3. | Return such
 W, X, fun=lambda w, x: None, has_aux=True
-  -> T with has_aux=True | came None. | Is a return missing?
+  -> T with has_aux=True | it returned None. | Is a return missing?
 """
 
 # Of `accumulate` alone: there what is split decides what comes out.
@@ -171,10 +171,10 @@ W, X, fun=returns({"kept": "text"}), has_aux=True
 W, X, fun=returns({"kept": jnp.sin}), has_aux=True
   -> T must be arrays or numbers | ['kept'] is <PjitFunction | Leave it out
 W, X, X, fun=lambda w, x, c: loss(w, x), carry_argnums=2
-  -> T return (loss, carry) with carry_argnums | a pair came | leave out carry
+  -> T return (loss, carry) with carry_argnums | it returned | leave out carry
 W, X, W, fun=lambda w, x, c: (loss(w, x), c), carry_argnums=2, has_aux=True
   -> T fun must return (loss, (carry, aux)) with carry_argnums and has_aux=True
-  | instead of a pair came | leave out carry_argnums and
+  | it returned | leave out carry_argnums and
 W, X, ZEROS, fun=returns({"a": jnp.zeros(3)}), carry_argnums=2
   -> V must keep the shape (2,) | shape (3,)
   | Return each carried argument with the tree
@@ -192,7 +192,7 @@ LAW = """
 W, X, holomorphic=True
   -> T parameters must be complex | argument 0 has dtype float32 | leave
 np.complex64(W), X, fun=lambda w, x: loss(w.real, x), holomorphic=True
-  -> T The loss must be complex | dtype float32 | Leave that out
+  -> T The loss must be complex | dtype float32 | leave holomorphic out
 {"f": jnp.tanh}, X, allow_int=True -> T must be an array or a number | PjitFunction
 allow_int=1 -> T allow_int must be a bool | it is 1 | hold integers
 W, "abc" -> V hold arrays | none with an axis: the only leaf is of type str
@@ -202,10 +202,10 @@ W, {"t": W} -> V hold arrays | none with an axis: leaf ['t'] is a scalar
 W, {"table": np.ones(11), "x": X} -> V but leaf ['table'] has shape (11,)
   | 1 or 11; or | leaf ['table'] None in
 accumulator_dtype=jnp.int32 -> T must be a | int32 | Use float32
-k=None -> T One of num_microbatches and microbatch_size must be given | neither came
+k=None -> T One of num_microbatches and microbatch_size must be given | neither was
   | Pass how many micro-batches there are, or how many rows
 microbatch_size=8 -> T One of num_microbatches and microbatch_size must be given
-  | both came | Pass how many
+  | each of them was | Pass how many
 k=None, microbatch_size=0 -> V microbatch_size must be at least 1 | it is 0
   | how many rows
 k=None, microbatch_size=2.0 -> T microbatch_size must be an int | 2.0
@@ -319,12 +319,12 @@ plan(memory_limit=None) -> V memory_limit must be given | "16GiB"
 """  # a GPU reports its memory
 
 WORDS_OF_OTHERS = """
-ga.verify(jnp.mean, 1.0, X, 2, rngs=2) -> T rngs came | rng=
-ga.verify(jnp.mean, 1.0, X, 2, accum_steps=2) -> T accum_steps came | num_microbatches
+ga.verify(jnp.mean, 1.0, X, 2, rngs=2) -> T rngs was passed | rng=
+ga.verify(jnp.mean, 1.0, X, 2, accum_steps=2) -> T accum_steps was | num_microbatches
 ga.value_and_grad(jnp.mean, 2, rows=3) -> T unexpected keyword argument 'rows'
 ga.microbatch(lambda w, x: "text", 2)(W, X) -> T fun returns must be arrays | only leaf
-ga.microbatch(scaled, 4, batch_argnums=-3)(W, X) -> V names number -3, and 2 of them
-ga.microbatch(scaled, 4, batch_argnums=2)(W, 3.0) -> V names number 2, and 2 of them
+ga.microbatch(scaled, 4, batch_argnums=-3)(W, X) -> V names -3, and the call has 2
+ga.microbatch(scaled, 4, batch_argnums=2)(W, 3.0) -> V names 2, and the call has 2
 ga.config.update("optimise", False) -> A The option of ga_optax.config must be
 ga.config.update("optimize", 0) -> T must be a bool, but it got 0
 ga.config.update("whole_draws", "yes") -> T whole_draws must be a bool, but it got 'yes'
@@ -539,7 +539,7 @@ apply(params=WHOLE) -> T leaf ['name'] of params | Pass a tree of arrays alone
 apply(params=None) -> T params must be the parameters
 apply(value=ONE, **AVERAGES) -> V value must be a scalar | (1,)
 apply(value=3.0, state=STATE, **AVERAGES)
-  -> V must be that of mean_argnames | while no window is open
+  -> V must fit mean_argnames | while no window is open
 apply(**AVERAGES) -> T value must be a real | every call
 apply(value=None, **AVERAGES) -> T value must be a real | every call
 apply(value="3", **AVERAGES) -> T value must be a real | every call
@@ -562,12 +562,14 @@ apply(emit=np.bool_(1)) -> T a Python bool, or a bool scalar
 # States, and what only a MultiSteps can do.
 apply(SGD, weight=2.0) -> V there is none
 ga.stats(SGD.init(DENSE)) -> V there is none
+ga.stats({"mini_step": 1}) -> V there is none | restored without a target
 update(state=started(1), of_tx={"k": 4}) -> V every_k_schedule=1 | _replace
 apply(emit=False, **OF_ONE) -> V every_k_schedule=1
 apply(emit=ONE[0] > 0, **OF_ONE) -> V must hold an accumulator
 apply(CHAIN, emit=True) -> T emit needs tx | MultiSteps(optax.chain
 flush(CHAIN) -> T flush needs tx
 update(state=SGD.init(DENSE)) -> T must be a MultiStepsState
+update(state={"mini_step": 1}) -> T must be a MultiStepsState | without a target
 ga.apply_gradients(TX, GRADS, DENSE, STATE) -> T swapped? | grads, state, params
 ga.apply_gradients(TX, STATE, GRADS, DENSE) -> T swapped? | grads, state, params
 ga.apply_gradients(CHAIN, GRADS, DENSE, HELD) -> T swapped? | grads, state, params

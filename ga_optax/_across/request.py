@@ -55,7 +55,7 @@ class Request:
             kind = f"{actual}, not {required}" if actual.num_leaves else "empty"
             when = " while no window is open" * (field == "arg_totals")
             raise ValueError(
-                f"The field {field} of the state must be that of {OPTIONS[field]}, but "
+                f"The field {field} of the state must fit {OPTIONS[field]}, but "
                 f"it is {kind}: the state was made without that option, or with "
                 f"another one. Take the field from a new state{when}: "
                 f"state._replace({field}=tx.init(params).{field})."

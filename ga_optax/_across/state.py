@@ -101,7 +101,7 @@ class MultiStepsState(NamedTuple):
         ):
             del fields["counters"]
             fields |= {name: self._read(name) for name in COUNTERS}
-        return _text.record(type(self).__name__, fields)
+        return _text.repr_of(type(self).__name__, fields)
 
     def _read(self, name: str) -> jax.Array:
         counters, i = self.counters, COUNTERS.index(name)
@@ -177,7 +177,7 @@ class Stats(NamedTuple):
         return self.skipped_micro_steps + self.skipped_windows
 
     def __repr__(self) -> str:
-        return _text.record(type(self).__name__, self._asdict())
+        return _text.repr_of(type(self).__name__, self._asdict())
 
 
 def has_updated(state: optax.OptState) -> jax.Array:
@@ -279,11 +279,18 @@ def find_state(state: optax.OptState, field: str | None = None) -> MultiStepsSta
     return next(iter(states.values()))
 
 
+_WRAP = "Wrap the optimizer in ga_optax.MultiSteps."
+_RESTORE = (
+    "If it is a checkpoint that was restored without a target, restore it into the "
+    "structure of tx.init(params)."
+)
+
+
 def some_states(state: optax.OptState) -> dict[str, MultiStepsState]:
     """Every `MultiStepsState` in a tree, by path; raises if there is none."""
     if states := nodes_of(MultiStepsState, state):
         return states
-    todo = "Wrap the optimizer in ga_optax.MultiSteps."
+    todo = f"{_WRAP} {_RESTORE}" if isinstance(state, dict) else _WRAP
     if nodes_of(optax.MultiStepsState, state):
         todo = "There is one of Optax: convert it with ga_optax.from_optax."
     raise ValueError(
@@ -370,9 +377,11 @@ def check_state(state: Any) -> MultiStepsState:
             )
         return state
     todo = "Pass the state that init or the last call returned."
+    if isinstance(state, dict):
+        todo = _RESTORE
     if isinstance(state, optax.MultiStepsState):
         todo = "Convert it with ga_optax.from_optax."
     raise TypeError(
-        "state must be a MultiStepsState of ga_optax, but it is a "
+        "state must be a MultiStepsState of ga_optax, but it is of type "
         f"{type(state).__module__}.{type(state).__name__}. {todo}"
     )

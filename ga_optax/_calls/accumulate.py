@@ -218,9 +218,9 @@ def _check_continues(call: Call, acc: Any) -> None:
     for name, _ in named_leaves(call.params):
         if _REPLACED in name:
             raise ValueError(
-                "accumulate must have gradients to add up, but that of "
-                f"{name} is its new value, of which the largest counts. Use "
-                "value_and_grad, or do not differentiate with respect to it."
+                "accumulate must get gradients, which it adds up, but for "
+                f"{name} fun returns a new value (of fp8) in the place of a gradient. "
+                "Use value_and_grad, or do not differentiate with respect to that leaf."
             )
 
 

@@ -15,8 +15,7 @@ from ga_optax._calls import rows
 from ga_optax._calls.batches import nbytes
 from ga_optax._calls.call import Call
 from ga_optax._partition import Note, Partitioned
-from ga_optax._passes import known, places, read
-from ga_optax._passes.log import info
+from ga_optax._passes import known, log, places, read
 from ga_optax._text import warn
 from ga_optax._window.meetings import MEETINGS
 
@@ -29,13 +28,13 @@ _TODO = {
     "while": "A loop that runs until all rows are done has all of them in every "
     "micro-batch. Give each row a loop of its own, by jax.vmap.",
     **dict.fromkeys(("gather", "scatter", "scatter-max", "scatter-min"), _OF_INDEX),
-    "reshape": "Rows are taken apart by a reshape into pieces of which not each micro-"
-    "batch has as many: choose a number of pieces that num_microbatches divides.",
-    "dynamic_update_slice": "Put what is new beside what stays by jnp.concatenate.",
+    "reshape": "A reshape cuts rows into pieces, and micro-batches would have unequal "
+    "numbers of them: choose a number of pieces that num_microbatches divides.",
+    "dynamic_update_slice": "Join the new part and the old one by jnp.concatenate.",
 }
 _OF_EFFECT = (
-    "What prints, checks or calls back gets all rows at once: give it fewer numbers, "
-    "such as a sum over rows."
+    "Code that prints, checks or calls back gets all rows at once: give it fewer "
+    "numbers, such as a sum over rows."
 )
 _OF_ANY_OTHER = (
     "If no row needs another there, write it for one row, under jax.vmap. If rows must "
@@ -97,7 +96,7 @@ def say(call: Call, jaxpr: core.Jaxpr, part: Partitioned) -> None:
         f"and {for_own:,} for its own rows: {what}. "
         f"{todo or _OF_ANY_OTHER} ga_optax.batch_dependencies shows every line."
     )
-    info(text)
+    log.write(text)
     if lines not in _warned:
         _warned.add(lines)
         warn(text)

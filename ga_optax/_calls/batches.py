@@ -148,8 +148,8 @@ def _check_no_lists(call: Call, axes: Sequence[int | None]) -> None:
             todo = "Pass numbers for them, such as token ids, or None in batch_axes"
             raise TypeError(
                 f"The batch must hold arrays, but {argument(i)} has a list of "
-                f"{len(x)} {'strings' if texts else 'numbers'} in it, of which each "
-                f"would be a leaf. {todo if texts else 'Pass jnp.asarray of it'}."
+                f"{len(x)} {'strings' if texts else 'numbers'} in it, and each of "
+                f"them would be a leaf. {todo if texts else 'Pass jnp.asarray of it'}."
             )
 
 
@@ -243,7 +243,8 @@ def _rows(call: Call, hint: bool) -> tuple[int, str, str]:
 
 def _no_rows(call: Call) -> ValueError:
     """The error that no leaf of the batch has rows; the error names what came."""
-    came, todo = [], "Pass the batch there, or name in batch_argnums where it is"
+    came = []
+    todo = "Pass the batch in that argument, or name another one in batch_argnums"
     for i in call.roles["batch_argnums"]:
         tree, leaves = call.at(i), named_leaves(call.at(i))
         if tree is None:
@@ -252,7 +253,7 @@ def _no_rows(call: Call) -> ValueError:
             came.append(f"{argument(i)} is a {type(tree).__name__} without leaves")
         elif any(np.ndim(x) for _, x in leaves if is_array(x)):
             came.append(f"batch_axes gives None to all leaves of {argument(i)}")
-            todo = "Give those that have rows the axis of these"
+            todo = "Give the leaves with rows their axis"
         else:
             [(name, x), *_] = leaves
             kind = "is a scalar" if is_array(x) else f"is of type {type(x).__name__}"
@@ -277,8 +278,8 @@ def _check_one_length(call: Call, rows: int, came: str) -> None:
     for name, x, length in _with_axes(call):
         if length != rows:
             todo = (
-                "Put the examples on axis 0, or say in batch_axes where they are, and "
-                "None for what has none, such as a table: that goes whole."
+                "Put the examples on axis 0, or say in batch_axes where they are, with "
+                "None for a leaf without examples, such as a table, which goes whole."
             )
             raise ValueError(
                 "All leaves of the batch must have one length along their batch axis, "

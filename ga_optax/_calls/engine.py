@@ -338,12 +338,12 @@ def _check_options(micro_batch: MicroBatch) -> None:
         raise DoesNotFitError(
             "If rows meet, a jax.shard_map must have check_vma=False, but this one "
             f"checks, and {where}: JAX has no types for an axis beside its mesh. Pass "
-            "that, or call at top level with data_axis=."
+            "check_vma=False, or call at top level with data_axis=."
         )
     if by_type := rows.split_by_type(call):
         spec, axis = by_type
         raise DoesNotFitError(
-            "If rows meet, those along a mesh axis of explicit type need "
+            "If rows meet, a batch that lies along a mesh axis of explicit type needs "
             f"data_axis=, but {where}, and the batch is sharded as {spec} along "
             f"axis {axis}. Pass data_axis={spec[axis]!r}."
         )

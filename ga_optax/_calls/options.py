@@ -115,11 +115,11 @@ class Options(NamedTuple):
         """The number of micro-batches; or the size, and 1 for the number."""
         number, size = self.num_microbatches, self.microbatch_size
         if (number is None) == (size is None):
-            came = "neither" if size is None else "both"
+            came = "neither" if size is None else "each of them"
             raise TypeError(
                 "One of num_microbatches and microbatch_size must be given, but "
-                f"{came} came. Pass how many micro-batches there are, or how many rows "
-                "each has."
+                f"{came} was passed. Pass how many micro-batches there are, or how "
+                "many rows each has."
             )
         if size is None:
             return {"num_microbatches": check_num_microbatches(number)}
@@ -192,11 +192,11 @@ def place_of(
     An argument that `fun` takes by position or keyword may come as either.
     """
     if isinstance(i, str):
-        kind, came = "keyword", f"{i!r}, and {' and '.join(keywords) or 'none'}"
+        kind, came = "keyword", f"the call has {' and '.join(keywords) or 'none'}"
         if i in keywords:
             return i
     else:
-        kind, came = "positional", f"number {i}, and {num_args} of them"
+        kind, came = "positional", f"the call has {num_args}, counted from 0"
         if -num_args <= i < num_args:
             return i % num_args
     names = _names_of_positions(fun)
@@ -208,8 +208,8 @@ def place_of(
     if option.startswith("batch_argnum"):
         other += ". fun must take its batch: what it closes over cannot be split"
     raise ValueError(
-        f"{option} must name {kind} arguments of the call, but it names {came} "
-        f"came. Pass that argument as a {kind} one, or change {option}{other}."
+        f"{option} must name {kind} arguments of the call, but it names {i!r}, and "
+        f"{came}. Pass that argument as a {kind} one, or change {option}{other}."
     )
 
 

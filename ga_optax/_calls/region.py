@@ -139,12 +139,12 @@ def explained(call: Call) -> Iterator[None]:
 
 
 _CLOSED_OVER = (
-    "If fun closes over an array that lies on the mesh, pass it as an argument: what "
-    "has no role there goes whole to every device."
+    "If fun closes over an array that lies on the mesh, pass it as an argument: an "
+    "argument without a role goes whole to every device."
 )
 _ADVICE = {
-    "unbound axis name": "fun communicates over an axis that nothing here binds. With "
-    "value_and_grad it needs no collectives over micro-batches, for it sees all rows.",
+    "unbound axis name": "fun communicates over an axis that is not bound here. With "
+    "value_and_grad fun needs no collectives: it sees all rows.",
     "Closing over": f"In terms of ga_optax: {_CLOSED_OVER}",
 }
 

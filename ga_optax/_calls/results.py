@@ -43,17 +43,7 @@ def taken_apart(
         form = "(loss, aux) with has_aux=True"
         loss, aux = _pair(out, form)
     check_values("The leaves of aux", aux, any_aux)
-    if not isinstance(loss, (jax.Array, np.ndarray, np.generic, int, float, complex)):
-        todo = "Return the loss alone, a number, in that place."
-        if loss is None:
-            todo = "Is a return missing?"
-        elif form == "the loss" and isinstance(loss, (tuple, list)):
-            todo = (
-                "Pass has_aux=True if it returns (loss, aux), or return the loss alone."
-            )
-        raise TypeError(
-            f"fun must return {form}, but its loss is {_kind(loss)}. {todo}"
-        )
+    check_number(loss, form)
     shape, dtype = jnp.shape(loss), jnp.result_type(loss)
     if shape != ():
         raise ValueError(
@@ -63,10 +53,10 @@ def taken_apart(
     if options.holomorphic and not is_complex:
         raise TypeError(
             "The loss must be complex with holomorphic=True, but it has dtype "
-            f"{dtype}. Leave that out."
+            f"{dtype}. Return a complex loss, or leave holomorphic out."
         )
     if not (options.holomorphic or jnp.issubdtype(dtype, jnp.floating)):
-        todo = "Cast it."
+        todo = "Cast it to float32."
         if is_complex:
             todo = (
                 "Return its real part, or pass holomorphic=True, which "
@@ -76,6 +66,18 @@ def taken_apart(
             f"The loss must be real and floating, but it has dtype {dtype}. {todo}"
         )
     return loss, (carry,) if isinstance(options.carry_argnums, int) else carry, aux
+
+
+def check_number(loss: Any, form: str = "the loss") -> None:
+    """Raises unless a loss, returned in this form, is an array or a number."""
+    if isinstance(loss, (jax.Array, np.ndarray, np.generic, int, float, complex)):
+        return
+    todo = "Return a number there."
+    if loss is None:
+        todo = "Is a return missing?"
+    elif form == "the loss" and isinstance(loss, (tuple, list)):
+        todo = "Pass has_aux=True if it returns (loss, aux), or return the loss alone."
+    raise TypeError(f"fun must return {form}, but its loss is {_kind(loss)}. {todo}")
 
 
 def check_values(what: str, tree: Any, any_leaf: bool = False) -> None:
@@ -105,11 +107,11 @@ def _pair(out: Any, form: str) -> tuple[Any, Any]:
         return out[0], out[1]
     options = form.partition(" with ")[2]
     todo = (
-        "Is a return missing?" if out is None else f"Return it, or leave out {options}."
+        "Is a return missing?"
+        if out is None
+        else f"Return such a pair, or leave out {options}."
     )
-    raise TypeError(
-        f"fun must return {form}, but instead of a pair came {_kind(out)}. {todo}"
-    )
+    raise TypeError(f"fun must return {form}, but it returned {_kind(out)}. {todo}")
 
 
 def _kind(out: Any) -> str:

@@ -39,11 +39,17 @@ _OTHERS = _table(
         "every_k_schedule",
         "Pass num_microbatches; across calls, ga_optax.MultiSteps has a schedule",
     ),
-    ("in_axes", "It is called batch_axes here"),
-    ("argnums", "batch_argnums names what has rows; jax.grad takes the result"),
-    ("has_aux", "fun may return anything, and jax.value_and_grad takes the result"),
+    ("in_axes", "The name is batch_axes here"),
+    (
+        "argnums",
+        "batch_argnums names the arguments with rows. Pass argnums to jax.grad",
+    ),
+    ("has_aux", "fun may return anything. Pass has_aux to jax.value_and_grad"),
     ("holomorphic allow_int", "ga_optax.value_and_grad has it"),
-    ("static_argnums static_argnames", "What is no array goes to fun as it came"),
+    (
+        "static_argnums static_argnames",
+        "Arguments that are no arrays go to fun as they are",
+    ),
     ("donate_argnums donate_argnames", "Pass it to the jax.jit around the step"),
     (
         "mesh param_specs grad_specs sync logical_devices",
@@ -56,7 +62,7 @@ _OF_WHOLE = _table(
     (_KEYS, "Pass it to the function that this one returns"),
     (
         "weight_fn aux rng_argnums rng_argnames carry_argnums num_real_microbatches",
-        "fun sees all rows; ga_optax.accumulate has it, of micro-batches by themselves",
+        "fun sees all rows. For micro-batches by themselves ga_optax.accumulate has it",
     ),
     ("whole_batch", "The gradient is always that of the whole batch"),
     ("axis_name", "Leave it out: fun sees all rows, and needs no collectives"),
@@ -100,7 +106,7 @@ def explains_keywords(fun: Callable[P, R]) -> Callable[P, R]:
             if name not in parameters and name in means:
                 raise TypeError(
                     f"The options of {fun.__name__} must be among {', '.join(names)}, "
-                    f"but {name} came. {means[name]}."
+                    f"but {name} was passed. {means[name]}."
                 )
         more = args[1:] if names[0] == "num_microbatches" else ()
         if len(more) > 1 or any(map(np.ndim, jax.tree.leaves(more))):
@@ -125,10 +131,10 @@ def warns_outside_jit(run: Callable[..., Any]) -> Callable[..., Any]:
         compiles = not jax.config.jax_disable_jit  # pyrefly: ignore[missing-attribute]
         if compiles and not traced and next(calls) == 2:
             warn(
-                "What value_and_grad or accumulate returned was called outside of "
-                "jax.jit again. Every such call traces the loss and compiles the loop "
-                "over micro-batches anew. Put it, or the training step around it, in "
-                "jax.jit (or nnx.jit)."
+                "A function that value_and_grad or accumulate returned was called "
+                "outside of jax.jit again. Each such call traces the loss and compiles "
+                "the loop over micro-batches anew. Put the function, or the training "
+                "step around it, in jax.jit (or nnx.jit)."
             )
         return out
 

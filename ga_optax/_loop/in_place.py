@@ -93,4 +93,4 @@ def report(names: Sequence[str], whys: Sequence[Reason | None]) -> None:
         what = f"not added in place ({why.why})" if why else "added in place"
         pairs.append((what, f"{name} at {why.line}" if why and why.line else name))
     for what, members in log.grouped(pairs):
-        log.info(f"Gradients {what}: {members}.")
+        log.write(f"Gradients {what}: {members}.")

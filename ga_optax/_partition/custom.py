@@ -233,8 +233,8 @@ def passed_on(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Any]:
             "A derivative rule that is not linear in its cotangent, of what has no "
             "rows, must see what comes from all rows: for that a jax.shard_map must "
             f"have check_vma=False, but this one checks, and {e.primitive.name} is at "
-            f"{places.place_of(e.source_info)}. Pass that, or call at top level with "
-            "data_axis=."
+            f"{places.place_of(e.source_info)}. Pass check_vma=False, or call at top "
+            "level with data_axis=."
         )
 
     def run() -> list[jax.Array]:

@@ -19,7 +19,7 @@ _unchanged: contextvars.ContextVar[list[tuple[str, str]]]
 _unchanged = contextvars.ContextVar("_unchanged")
 
 
-def info(sentence: str, level: int = logging.DEBUG) -> None:
+def write(sentence: str, level: int = logging.DEBUG) -> None:
     """Logs a sentence about the program of a window, and hands it to `recorded`."""
     _logger.log(level, "%s", sentence)
     notes = _notes.get([])
@@ -68,7 +68,7 @@ def of_pass(name: str) -> Iterator[None]:
     with listed(_unchanged) as pairs:
         yield
     for why, lines in grouped(pairs):
-        info(f"The pass {name!r} leaves alone {lines} ({why}).")
+        write(f"The pass {name!r} leaves alone {lines} ({why}).")
 
 
 def grouped(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -115,13 +115,13 @@ def _axes(name: str, axes: Any, tree: Any, rows: Any = None) -> tuple[Axes, Any]
         of_leaves = jax.tree.structure(tree).flatten_up_to(every)
     except ValueError:
         raise ValueError(
-            f"{name} of rowwise must be an int, None, or a prefix of the tree that it "
-            f"is of, but it is {axes!r}, and that is {jax.tree.structure(tree)}. Give "
-            "one axis for all, or one for each."
+            f"{name} of rowwise must be an int, None, or a prefix of the tree "
+            f"{jax.tree.structure(tree)}, but it is {axes!r}. Give one axis for all "
+            "leaves, or one for each."
         ) from None
-    numbers, todo = list[int | None](), "Pass None for what goes whole"
+    numbers, todo = list[int | None](), "Pass None for a leaf without rows"
     if name == "out_axes":
-        todo = "Sum over rows, and return what has none, outside of it"
+        todo = "Return rows alone: sum over them outside of rowwise"
     for axis, (leaf, x) in zip(of_leaves, named_leaves(tree), strict=True):
         shape = getattr(x, "shape", ())
         if axis is None and name == "in_axes":

@@ -74,7 +74,8 @@ def _extent(evidence: Evidence, leaf: LeafReport, relative: float) -> list[str]:
     losses = f"Loss: {whole:.6g} undivided, {mean:.6g} accumulated."
     if not evidence.agrees:
         off = f"""The accumulated gradient is off by {_share(relative)} of the undivided
-            gradient's norm, the most on {leaf.name}: {_share(leaf.relative)}."""
+            gradient's norm. The largest difference is {leaf.max_abs:.1e}, on
+            {leaf.name}, which is off by {_share(leaf.relative)} of its norm."""
         return [off, losses, evidence.note]
     off = ""
     if leaf.max_abs:

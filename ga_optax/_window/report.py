@@ -8,8 +8,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ga_optax._passes import places, read
-from ga_optax._passes.log import info
+from ga_optax._passes import log, places, read
 from ga_optax._text import warn
 from ga_optax._window.meetings import is_collective
 from ga_optax._window.room import largest_step
@@ -106,7 +105,7 @@ def report(schedule: Schedule, limit_is_ours: bool) -> None:
     new = report_of(schedule)
     if limit_is_ours and (new.forward > _FORWARD or new.backward > _BACKWARD):
         _warn(new)
-    info(str(new), logging.INFO)
+    log.write(str(new), logging.INFO)
 
 
 def report_of(schedule: Schedule) -> WindowReport:

@@ -9,6 +9,7 @@ The functions of pure arguments do the work. To `value_and_grad`, changed variab
 aux; to `accumulate`, they are a carry. `verify` checks that both give one gradient.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any
@@ -22,6 +23,7 @@ from ga_optax import _verify
 from ga_optax._calls import accumulate as of_each
 from ga_optax._calls import dependencies, gradients
 from ga_optax._calls.options import place_of
+from ga_optax._calls.results import check_number
 from ga_optax._calls.words import explains_keywords, warns_outside_jit
 from ga_optax._checks import check_not_empty
 from ga_optax._devices.data_axis import DataAxis
@@ -179,7 +181,19 @@ def batch_dependencies(
         data_axis=data_axis,
         residual_bytes=residual_bytes,
     )
-    return _of_all_rows(core, fun, argnums, has_aux, finish=lambda _, out: out)
+    return _of_all_rows(core, fun, argnums, has_aux, finish=_with_variables_named)
+
+
+def _with_variables_named(
+    objects: Objects, report: dependencies.BatchDependencies
+) -> dependencies.BatchDependencies:
+    """The report, with one name for all variables that are not differentiated."""
+    del objects
+    whole: dict[str, int] = {}
+    for name, nbytes in report.given_whole.items():
+        name = "other variables of modules" if "nnx_variables" in name else name
+        whole[name] = whole.get(name, 0) + nbytes
+    return dataclasses.replace(report, given_whole=whole)
 
 
 def _of_all_rows(
@@ -204,7 +218,10 @@ def _of_all_rows(
         @wraps(fun)  # `core` looks up the names of `fun`'s arguments
         def run_pure(*args: Any, nnx_variables: Any, **kwargs: Any) -> Any:
             out, variables = objects.run(args, kwargs, nnx_variables)
-            return _with_aux(objects.changed(variables), out if has_aux else (out, ()))
+            if not has_aux:
+                check_number(out)
+                out = out, ()
+            return _with_aux(objects.changed(variables), out)
 
         kwargs = objects.kwargs | {"nnx_variables": objects.rest}
         return finish(objects, core(run_pure)(*objects.args, **kwargs))

@@ -189,7 +189,7 @@ class Optimizer(nnx.Optimizer[M]):
     def __repr__(self) -> str:
         pure = nnx.as_pure(self.opt_state)
         fields = {"step": self.step[...], "opt_state": pure}
-        text = _text.record(type(self).__name__, fields)
+        text = _text.repr_of(type(self).__name__, fields)
         windows = nodes_of(state.MultiStepsState, pure).values()
         return "\n".join([text, *map(repr, windows)])
 
