@@ -1,14 +1,17 @@
 """Do the tests see it? Faults put into a copy of the package, one at a time.
 
-    python tests/mutations.py             # all; prints which tests saw each
-    python tests/mutations.py psum mean   # those with one of these words in their name
+    python tests/mutations.py                   # all: the cheapest tier that sees each
+    python tests/mutations.py psum mean         # those with such a word in their name
+    python tests/mutations.py --up-to quick     # no other tier
 
-`FAULTS` has, for a file of the package and the tests of which one must fail, what is
-wrong then: the lines that are replaced, and what stands there instead; or a function
+`FAULTS` has, for a file of the package and files of tests of which one must fail, what
+is wrong then: the lines that are replaced, and what stands there instead; or a function
 that returns something else, of `given`.
 `test_mutations.py` holds that each text is still there, once.
 """
 
+import argparse
+import collections
 import os
 import pathlib
 import re
@@ -23,7 +26,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 class Mutation(NamedTuple):
     file: str  # below ga_optax
-    tests: str  # files below tests, with spaces between
+    tests: list[str]  # the names of files, without .py
     name: str
     old: str
     new: str
@@ -44,7 +47,7 @@ def read(text):
                 old = f"def {fun}("
                 new = f"{old}*given, **options):\n{indent}    return {result}\n\n"
                 new += f"{indent}def as_it_was_{fun}("
-            yield Mutation(file, f"{tests}.py", name, old, new)
+            yield Mutation(file, tests.split(), name, old, new)
 
 
 FAULTS = """
@@ -58,7 +61,7 @@ FAULTS = """
 * what is written behind all rows is written to one place
 - jnp.where(is_here, here, operand.shape[d] + after)
 + jnp.where(is_here, here, operand.shape[d])
-@ _partition/moves.py: test_whole_batch_table
+@ _partition/moves.py: test_table
 * what moves along other axes, too, is a move of rows
 -     kept = {way.outs[i] for way in factors.of_equation(e)}  # axes that stay
 +     kept = {*range(len(vs[0].shape))}
@@ -327,7 +330,7 @@ FAULTS = """
 * verify: a mask in half a float is summed as it is
 - and leaf.dtype.itemsize < 4
 + and leaf.dtype.itemsize < 1
-@ _passes/primitives.py: test_whole_batch_table
+@ _passes/primitives.py: test_table
 * rows that a transposition leaves where they were
 - return [range(_rank(e))], [e.params["permutation"]]
 + return [range(_rank(e))], [range(_rank(e))]
@@ -364,42 +367,78 @@ FAULTS = """
 MUTATIONS = list(read(FAULTS))
 
 
-def run(mutation):
-    """What pytest's last line says with the fault in, and whether a test failed."""
+# The tiers in the order of their cost, and the markers of what each adds.
+TIERS = {
+    "quick": "quick",
+    "test": "not quick and not slow",
+    "slow": "not quick and slow",
+}
+
+
+def files(mutation):
+    """The files of its tests, by their names, which are unique."""
+    return [path for x in mutation.tests for path in (ROOT / "tests").rglob(f"{x}.py")]
+
+
+def run(mutation, tiers):
+    """The first tier of which a test fails with the fault in, and which one does."""
     with tempfile.TemporaryDirectory() as folder:
         package = shutil.copytree(ROOT / "ga_optax", pathlib.Path(folder, "ga_optax"))
         path = package / mutation.file
         text = path.read_text(encoding="utf-8")
         assert text.count(mutation.old) == 1, mutation
         path.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
-        done = subprocess.run(
-            [
-                *(sys.executable, "-P", "-m", "pytest", "-q", "-x"),
-                *("-m", "not exhaustive and not published"),
-                *("-p", "no:cacheprovider"),
-                *(f"tests/{name}" for name in mutation.tests.split()),
-            ],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": folder},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        for tier in tiers:
+            paths = files(mutation)
+            if tier == "quick":  # as a process takes seconds to import a file
+                paths = [x for x in paths if "mark.quick" in x.read_text()]
+            if paths and (seen := failing(paths, TIERS[tier], folder)):
+                return tier, seen
+    return None, ""
+
+
+def failing(paths, marked, folder):
+    """The first test with such markers that fails with the package in a folder."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-P", "-m", "pytest", "-q", "-x", *paths),
+            *("-m", f"{marked} and not exhaustive and not published"),
+            *("-p", "no:cacheprovider"),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": folder},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode in (0, 5):  # 5: there is no such test
+        return ""
     lines = done.stdout.splitlines() or [done.stderr]
-    seen = [line.split(" ")[1] for line in lines if line.startswith("FAILED ")]
-    return done.returncode == 1, " ".join(seen) or lines[-1]
+    seen = [
+        line.split(" ")[1] for line in lines if line.startswith(("FAILED ", "ERROR "))
+    ]
+    return " ".join(seen) or lines[-1]
 
 
-def main(words):
-    missed = 0
+def main():
+    """Prints the first tier that sees each fault, and how many each tier sees."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("words", nargs="*", help="of the names of faults")
+    parser.add_argument("--up-to", choices=TIERS, default="slow", help="the last tier")
+    given = parser.parse_args()
+    tiers = [*TIERS][: [*TIERS].index(given.up_to) + 1]
+    seen = collections.Counter()
     for mutation in MUTATIONS:
-        if words and not any(word in mutation.name for word in words):
-            continue
-        caught, how = run(mutation)
-        missed += not caught
-        print(f"{'seen  ' if caught else 'MISSED'}  {mutation.name}: {how}", flush=True)
-    return missed
+        if not given.words or any(word in mutation.name for word in given.words):
+            tier, test = run(mutation, tiers)
+            seen[tier] += 1
+            print(f"{tier or 'MISSED':6}  {mutation.name}: {test}", flush=True)
+    number, total = 0, sum(seen.values())
+    for tier in tiers:
+        number += seen[tier]
+        print(f"{tier} sees {number} of {total}")
+    return seen[None]
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main() > 0)
