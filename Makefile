@@ -16,7 +16,7 @@ MARKED = -m "not published and not exhaustive"
   fuzz next oldest release-check
 
 # Only the files with such tests are imported, which takes most of the time otherwise.
-quick: MARKED = -q -m quick $(shell grep -rl --include="test_*.py" mark.quick tests | sort)
+quick: MARKED = -q -m quick $(shell $(PYTHON) tests/index.py --quick)
 quick: pytest
 test: MARKED := -m "not published and not slow and not exhaustive"
 test: lint types pytest

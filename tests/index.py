@@ -1,7 +1,10 @@
 """Which file tests what: each file, with the first line of its docstring.
 
-python tests/index.py            # all
-python tests/index.py devices    # those with the word in their path or in the line
+    python tests/index.py            # all
+    python tests/index.py devices    # those with the word in their path or in the line
+    python tests/index.py --quick    # the paths alone of those with quick tests
+
+Quick tests are those marked so, and those that quick.txt names.
 """
 
 import ast
@@ -20,8 +23,24 @@ def index():
     return {name: doc.split("\n")[0] for name, doc in docs.items()}
 
 
+def quick():
+    """The tests that quick.txt names, as pytest does, in folders below tests."""
+    lines = (TESTS / "quick.txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if not line.startswith("#")]
+
+
+def quick_files():
+    """The paths of the files that have quick tests."""
+    marked = "mark." + "quick"
+    paths = (x for x in TESTS.rglob("test_*.py") if marked in x.read_text("utf-8"))
+    return sorted({*paths, *(TESTS / name.partition("::")[0] for name in quick())})
+
+
 def main(words):
     """Prints it."""
+    if words == ["--quick"]:
+        print(*(path.relative_to(TESTS.parent) for path in quick_files()))
+        return
     rows = index()
     width = max(map(len, rows))
     for path, line in rows.items():

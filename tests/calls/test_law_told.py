@@ -12,6 +12,7 @@ from corpus import losses
 from corpus.harness import with_rules
 from corpus.losses import LOSSES
 from helpers import mesh_of, off, put
+from index import TESTS
 from jax.sharding import PartitionSpec
 
 import ga_optax as ga
@@ -23,7 +24,7 @@ from ga_optax._partition.values import RowsMeet
 from ga_optax._window import report, room
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
-HERE = os.path.dirname(__file__) + os.sep
+HERE = str(TESTS) + os.sep
 K, ROWS = 4, 16
 W, X = np.random.default_rng(0).normal(size=(2, ROWS, ROWS)).astype(np.float32)
 

@@ -42,7 +42,7 @@ def partitioned(fun, args):
     return closed, partition(jaxpr, [*consts, *given], Axis("rows", K, 8))
 
 
-def _of_each(closed, part, h, w, ids):
+def of_each(closed, part, h, w, ids):
     """What the program of a micro-batch returns for each."""
 
     def one(h, ids):
@@ -57,7 +57,11 @@ def over_micro_batches(fun, args):
     """What `fun` returns, from all micro-batches' parts of it; and no rule failed."""
     closed, part = partitioned(fun, args)
     assert part.failures == []
-    out = _of_each(closed, part, *args)
+    return joined(of_each(closed, part, *args), part, closed)
+
+
+def joined(out, part, closed):
+    """The whole results, of what the program of a micro-batch returns for each."""
     return list(map(_joined, out, part.layouts, closed.out_avals))
 
 
@@ -83,7 +87,7 @@ def derivative(fun, args):
 
     def total(scale):
         # There may be one more, the first again.
-        x, *_ = _of_each(closed, part, h * scale, w * scale, ids)
+        x, *_ = of_each(closed, part, h * scale, w * scale, ids)
         return x.sum() if part.layouts[0] == PARTIAL else x.mean()
 
     return jax.jit(jax.grad(total))(jnp.ones(D))

@@ -13,7 +13,9 @@ from corpus.harness import (
     changed,
     derivative,
     in_rule,
+    joined,
     noted,
+    of_each,
     other_rows,
     over_micro_batches,
     partitioned,
@@ -63,7 +65,7 @@ def is_wrong(fun, args):
         return True
 
 
-def of_each(keys, kept):
+def of_each_key(keys, kept):
     """A test for each key, of which `make test` runs one, and CI some."""
     keys = [key for key in keys if key not in NEW]
     mark = pytest.mark.parametrize("key", keys)
@@ -89,7 +91,7 @@ def without(key):
     return with_rules(lambda name, rule: None if name == key else rule)
 
 
-@of_each(CASES, 4)
+@of_each_key(CASES, 4)
 def test_a_function_of_rows_is_right_with_its_rule_and_computed_whole(key):
     args = arguments()
     for fun in functions(key):
@@ -99,7 +101,27 @@ def test_a_function_of_rows_is_right_with_its_rule_and_computed_whole(key):
             assert off(over_micro_batches(fun, args), want) < BOUND
 
 
-@of_each(CASES, 3)
+AT_ONCE = ["argmax", "cumsum", "gather", "pad", "psum", "random_bits", "reduce_min"]
+AT_ONCE += ["scan", "scatter", "scatter-add", "slice"]
+
+
+@pytest.mark.quick
+def test_functions_of_rows_are_right_in_one_program():
+    funs = [seen(case, "as they are") for key in AT_ONCE for case in CASES[key]]
+    moves = [case for key in ("pad", "random_bits", "slice") for case in CASES[key]]
+    funs += [seen(case, "in segments") for case in (*moves, CASES["gather"][0])]
+
+    def every(*args):
+        return [x for fun in funs for x in fun(*args)]
+
+    args = arguments()
+    closed, part = partitioned(every, args)
+    assert part.failures == []
+    out = jax.jit(functools.partial(of_each, closed, part))(*args)
+    assert off(joined(out, part, closed), jax.jit(every)(*args)) < BOUND
+
+
+@of_each_key(CASES, 3)
 def test_its_derivative_is_right_with_the_rule_and_without_it(key):
     args = arguments()
     for fun in [seen(case, "as they are") for case in CASES[key]]:
@@ -138,7 +160,7 @@ def test_the_rows_of_the_table_are_where_those_of_the_types_of_jax_are():
         assert partitioned(fun, args)[1].layouts == [WHOLE]
 
 
-@of_each(CASES, 4)
+@of_each_key(CASES, 4)
 def test_a_rule_that_gives_something_else_is_found(key):
     args, given, found = arguments(), set(), set()
     for fun in functions(key):
@@ -151,7 +173,7 @@ def test_a_rule_that_gives_something_else_is_found(key):
     assert found == given != set()
 
 
-@of_each(CUT, 3)
+@of_each_key(CUT, 3)
 def test_rows_computed_from_those_of_something_else_are_found(monkeypatch, key):
     args, rule = arguments(), cutting._OPEN[key]
     functions = [seen(CUT[key], view) for view in VIEWS]

@@ -3,7 +3,7 @@
 import pathlib
 from collections import Counter
 
-from index import TESTS, index, main
+from index import TESTS, index, main, quick
 
 
 def test_the_index_has_every_file_with_what_it_says(capsys):
@@ -13,6 +13,13 @@ def test_the_index_has_every_file_with_what_it_says(capsys):
     assert rows[own] == __doc__.split("\n")[0]
     main(["index", "no two"])
     assert capsys.readouterr().out.split()[0] == own
+
+
+def test_quick_tests_are_functions_of_their_files():
+    for name in quick():
+        path, _, test = name.partition("::")
+        text = (TESTS / path).read_text(encoding="utf-8")
+        assert f"\ndef {test.partition('[')[0]}(" in text, name
 
 
 def test_folders_are_those_of_the_package_and_names_are_unique():
