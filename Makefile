@@ -12,7 +12,7 @@ WORKERS ?= 2
 # `make pytest PYTEST=tests/docs MARKED=` runs what is published or exhaustive as well.
 MARKED = -m "not published and not exhaustive"
 
-.PHONY: accelerators bench bench-gpu demo docs quick test test-all lint types pytest \
+.PHONY: accelerators bench bench-gpu demo docs quick test test-all lint types pytest printed \
   fuzz next oldest release-check
 
 # Only the files with such tests are imported, which takes most of the time otherwise.
@@ -34,6 +34,9 @@ lint: $(VENV)/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 types: $(VENV)/ready
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
+# What pages and notebooks show; ONLY= has words of names, or functions of docs/functions.md.
+printed: $(VENV)/ready
+	$(BIN)/python tests/printed.py $(ONLY)
 docs: $(VENV)/ready
 	$(BIN)/python -m sphinx -W --keep-going docs docs/_build/html
 demo: $(VENV)/ready

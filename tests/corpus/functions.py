@@ -184,14 +184,27 @@ called in several ways with rows on axis 0 and on axis 1,
 must know of the others. The rest are right, too, but some call of theirs is
 computed whole in each micro-batch, in the memory of all rows: what is
 computed so stands beside them. What to do: [Any loss](any_loss.md).
-`PYTHONPATH=tests python -m corpus.functions > docs/functions.md` prints this page.
+`PYTHONPATH=tests python -m corpus.functions > docs/functions.md` prints this page, and
+`python tests/printed.py jax.numpy.sort` one row.
 
 | function | rows on axis 0 | rows on axis 1 |
 | --- | --- | --- |"""
-    for name, by_axis in found.items():
-        cells = [", ".join(f"`{x}`" for x in names) for names in by_axis]
-        text += f"\n| `{name}` | {' | '.join(cells)} |"
-    return text
+    return "\n".join([text, *(_cells(*item) for item in found.items())])
+
+
+def row(name):
+    """The row of one function; without primitives if nothing is computed whole."""
+    [f] = [f for other, f in functions() if other == name]
+    with jax.enable_x64(True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        by_axis = [[whole(fun) for fun in ways(f, axis)] for axis in AXES]
+    names = [sorted({x for each in of_axis for x in each}) for of_axis in by_axis]
+    return _cells(name, names)
+
+
+def _cells(name, by_axis):
+    cells = [", ".join(f"`{x}`" for x in names) for names in by_axis]
+    return f"| `{name}` | {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":
