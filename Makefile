@@ -9,20 +9,23 @@ endif
 VENV ?= .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
+# `make pytest PYTEST=tests/docs MARKED=` runs what is published or exhaustive as well.
+MARKED = -m "not published and not exhaustive"
 
-.PHONY: accelerators bench bench-gpu demo docs quick test test-all lint types pytest \
+.PHONY: accelerators bench bench-gpu demo docs quick test test-all lint types pytest printed \
   fuzz next oldest release-check
 
 # Only the files with such tests are imported, which takes most of the time otherwise.
-quick: MARKED = -q -m quick $(shell grep -l mark.quick tests/*.py)
+quick: MARKED = -q -m quick $(shell $(PYTHON) tests/index.py --quick)
 quick: pytest
 test: MARKED := -m "not published and not slow and not exhaustive"
 test: lint types pytest
+test-all: MARKED :=
 test-all: lint types pytest
 fuzz: export HYPOTHESIS_PROFILE = fuzz
 fuzz: MARKED := -m fuzz
 fuzz: pytest
-	$(BIN)/python tests/whole_random.py 2000
+	PYTHONPATH=tests $(BIN)/python -m corpus.random_programs 2000
 
 pytest: $(VENV)/ready
 	@$(BIN)/python tests/versions.py
@@ -31,6 +34,9 @@ lint: $(VENV)/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 types: $(VENV)/ready
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
+# What pages and notebooks show; ONLY= has words of names, or functions of docs/functions.md.
+printed: $(VENV)/ready
+	$(BIN)/python tests/printed.py $(ONLY)
 docs: $(VENV)/ready
 	$(BIN)/python -m sphinx -W --keep-going docs docs/_build/html
 demo: $(VENV)/ready-for-demo
@@ -52,10 +58,10 @@ oldest:
 	.venv-oldest/bin/python -m pip install --quiet --editable . "jax==0.10.0" \
 	  "jaxlib==0.10.0" "optax==0.2.6" "flax==0.12.8" "pytest>=9" pytest-xdist hypothesis
 	.venv-oldest/bin/python -m pytest -n $(WORKERS) -W default -k "not contract" \
-	  tests/test_accumulator.py tests/test_data.py tests/test_multi_steps_*.py tests/test_refused.py
+	  tests/root/test_accumulator.py tests/root/test_data.py tests/across tests/calls/test_refused.py
 	.venv-oldest/bin/python -m pytest -n $(WORKERS) -W default -m quick \
 	  -W "error:The gradient is computed of all rows" \
-	  tests/test_law.py tests/test_law_told.py tests/test_microbatch.py tests/test_rowwise.py
+	  tests/calls/test_law.py tests/calls/test_law_told.py tests/calls/test_microbatch.py tests/partition/test_rowwise.py
 # The newest pre-release of jax that the package index has.
 next:
 	$(MAKE) VENV=.venv-next .venv-next/ready

@@ -38,19 +38,19 @@ Case = tuple[Callable[..., jax.Array], Any, Any]  # a loss, parameters and a bat
 def cases() -> Iterator[tuple[str, Case]]:
     """All losses, by name."""
     sys.path.append(str(HERE / "tests"))
-    names = "whole_losses", "whole_scans"
-    whole_losses, whole_scans = map(importlib.import_module, names)
+    names = "corpus.losses", "corpus.scans"
+    losses, scans = map(importlib.import_module, names)
 
-    args = whole_losses.arguments(ROWS, jnp.float32, WIDTH)
-    for name, row in whole_losses.LOSSES.items():
+    args = losses.arguments(ROWS, jnp.float32, WIDTH)
+    for name, row in losses.LOSSES.items():
         yield name, (row.value, *args)
-    for body in whole_scans.BODIES:
-        for how in (whole_scans.How(8), whole_scans.How(8, remat=True)):
+    for body in scans.BODIES:
+        for how in (scans.How(8), scans.How(8, remat=True)):
             name = f"scan {body.__name__}{', remat' * how.remat}"
-            args = whole_scans.arguments(how.length, ROWS, jnp.float32)
-            yield name, (whole_scans.loss_of(body, how), *args)
-    for aside in (whole_scans.nothing, whole_scans.spread):
-        loss, args = whole_scans.decoder(4, aside)
+            args = scans.arguments(how.length, ROWS, jnp.float32)
+            yield name, (scans.loss_of(body, how), *args)
+    for aside in (scans.nothing, scans.spread):
+        loss, args = scans.decoder(4, aside)
         yield f"decoder, {aside.__name__}", (loss, *args)
     rows = jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
     for scanned, loss in ((True, peers.scanned_loss), (False, peers.unrolled_loss)):

@@ -7,6 +7,7 @@ import pathlib
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import hypothesis
+import index
 import jax
 import pytest
 
@@ -51,14 +52,18 @@ def fast_compilation():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Marks the property tests for `make fuzz`, and the rest of each grid."""
+    """Marks tests of quick.txt, the property tests, and the rest of each grid."""
     grids = {}
+    quick = set(index.quick())
     elsewhere = pytest.mark.skip(reason="holds of CPUs")
     for item in items:
         if item.get_closest_marker("cpu") and jax.default_backend() != "cpu":
             item.add_marker(elsewhere)
         if getattr(item.obj, "is_hypothesis_test", False):
             item.add_marker(pytest.mark.fuzz)
+        name = f"{item.path.relative_to(index.TESTS).as_posix()}::{item.name}"
+        if not quick.isdisjoint((name, name.partition("[")[0])):
+            item.add_marker(pytest.mark.quick)
         if item.get_closest_marker("grid") and not item.get_closest_marker("quick"):
             grids.setdefault((item.path, item.originalname), []).append(item)
     for cases in grids.values():

@@ -1,14 +1,17 @@
 """Do the tests see it? Faults put into a copy of the package, one at a time.
 
-    python tests/mutations.py             # all; prints which tests saw each
-    python tests/mutations.py psum mean   # those with one of these words in their name
+    python tests/mutations.py                   # all: the cheapest tier that sees each
+    python tests/mutations.py psum mean         # those with such a word in their name
+    python tests/mutations.py --up-to quick     # no other tier
 
-`FAULTS` has, for a file of the package and the tests of which one must fail, what is
-wrong then: the lines that are replaced, and what stands there instead; or a function
+`FAULTS` has, for a file of the package and files of tests of which one must fail, what
+is wrong then: the lines that are replaced, and what stands there instead; or a function
 that returns something else, of `given`.
 `test_mutations.py` holds that each text is still there, once.
 """
 
+import argparse
+import collections
 import os
 import pathlib
 import re
@@ -18,12 +21,14 @@ import sys
 import tempfile
 from typing import NamedTuple
 
+import index
+
 ROOT = pathlib.Path(__file__).parents[1]
 
 
 class Mutation(NamedTuple):
     file: str  # below ga_optax
-    tests: str  # files below tests, with spaces between
+    tests: list[str]  # the names of files, without .py
     name: str
     old: str
     new: str
@@ -44,7 +49,7 @@ def read(text):
                 old = f"def {fun}("
                 new = f"{old}*given, **options):\n{indent}    return {result}\n\n"
                 new += f"{indent}def as_it_was_{fun}("
-            yield Mutation(file, f"{tests}.py", name, old, new)
+            yield Mutation(file, tests.split(), name, old, new)
 
 
 FAULTS = """
@@ -58,7 +63,7 @@ FAULTS = """
 * what is written behind all rows is written to one place
 - jnp.where(is_here, here, operand.shape[d] + after)
 + jnp.where(is_here, here, operand.shape[d])
-@ _partition/moves.py: test_whole_batch_table
+@ _partition/moves.py: test_table
 * what moves along other axes, too, is a move of rows
 -     kept = {way.outs[i] for way in factors.of_equation(e)}  # axes that stay
 +     kept = {*range(len(vs[0].shape))}
@@ -327,7 +332,7 @@ FAULTS = """
 * verify: a mask in half a float is summed as it is
 - and leaf.dtype.itemsize < 4
 + and leaf.dtype.itemsize < 1
-@ _passes/primitives.py: test_whole_batch_table
+@ _passes/primitives.py: test_table
 * rows that a transposition leaves where they were
 - return [range(_rank(e))], [e.params["permutation"]]
 + return [range(_rank(e))], [range(_rank(e))]
@@ -360,46 +365,295 @@ FAULTS = """
 @ _partition/nested.py: test_regions
 * rows of a device that are those of another
 + def _on_device(...): return given[0]
+@ _partition/indexing.py: test_indices test_table
+* a place outside of all rows is clipped to one more
+- row = jnp.clip(row, 0, operand.shape[d] - 1)
++ row = jnp.clip(row, 0, operand.shape[d])
+* the first update is taken for none
+- return jax.lax.broadcast_in_dim(order + 1, own, batch), tuple(shape)
++ return jax.lax.broadcast_in_dim(order, own, batch), tuple(shape)
+* the first update to a place stays
+- stays = _read(top, here.indices, order.shape, e) == order
++ stays = _read(top, here.indices, order.shape, e) > order
+* an index that counts is read from the first column
+- return _counts(vs[column], None, n)
++ return _counts(vs[0], None, n)
+* a column of an index that counts is another one
+- n, column = operand.shape[operand.dim], list(index_map).index(operand.dim)
++ n, column = operand.shape[operand.dim], len(index_map) - 1
+@ _partition/values.py: test_table
+* rows in segments are cut as neighbours
+- x = jnp.reshape(x, (*shape[:d], rows.segments, parts, rest, *shape[d + 1 :]))
+-     x = jax.lax.dynamic_index_in_dim(x, index, d + 1, keepdims=False)
++ x = jnp.reshape(x, (*shape[:d], parts, rows.segments, rest, *shape[d + 1 :]))
++     x = jax.lax.dynamic_index_in_dim(x, index, d, keepdims=False)
+@ _partition/writer.py: test_table
+* rows in segments are joined as neighbours
+- return x.swapaxes(d, d + 1).reshape(shape)
++ return x.reshape(shape)
+* a row of a later segment is looked for in the first
+- place = row // (rest * parts) * rest + row % rest
++ place = row % rest
+* a row belongs to the next micro-batch
+- owner = jnp.where(inside, row // rest % parts, 0)
++ owner = jnp.where(inside, (row // rest + 1) % parts, 0)
+@ _partition/randoms.py: test_law test_table
+* draws of a later segment are those of the first
+- at = at + between * (length - rest)
++ at = at + between * 0
+@ _partition/randoms.py: test_generators
+* all micro-batches draw from one key
+- fold = functools.partial(jax.random.fold_in, data=far)
++ fold = functools.partial(jax.random.fold_in, data=0 * far)
+@ _partition/reductions.py: test_table
+* sums of rows from the first on take their own total twice
+- after = w.index - 1 if not reverse else w.index + 1
++ after = w.index
+* the place of an extremum is that in a micro-batch
+- places, values = w.gather(at + first), _gathered(w, v, best)
++ places, values = w.gather(at), _gathered(w, v, best)
+* rows of a sum over an axis of jax.vmap lie along another axis
+- left = v.rows.at(v.dim - sum(a < v.dim for a in axes))
++ left = v.rows.at(v.dim)
+@ _partition/reductions.py: test_law_mended test_derivatives
+* an extremum's derivative counts micro-batches, and not rows
+- share = jnp.where(found == out[None], counts, jnp.zeros_like(counts))
++ share = jnp.where(found == out[None], jnp.ones_like(counts), 0 * counts)
+* each micro-batch that attains an extremum takes the whole cotangent
+- return out, (tangents[0] * (share / share.sum(0)[None])).sum(0)
++ return out, (tangents[0] * (found == out[None])).sum(0)
+@ _partition/axis.py: test_law test_table
+* the smallest of all rows is the largest
+- return self._over("pmax" if is_max else "pmin", x)
++ return self._over("pmax", x)
+@ _partition/loops.py: test_table test_law_rules
+* a scan over rows adds to its start in each micro-batch
+- start = [w.addend(v) for v in carry]
++ start = [w.whole(v) for v in carry]
+@ _partition/moves.py: test_table
+* padding that is one row off
+- places, old = low + np.arange(len(numbers)) * (between + 1), numbers
++ places, old = low + 1 + np.arange(len(numbers)) * (between + 1), numbers
+* rows that move are counted as if they were neighbours
+- return np.arange(n).reshape(rows.segments, k, -1).swapaxes(0, 1).reshape(k, -1)
++ return np.arange(n).reshape(k, -1)
+* a few rows come from the wrong micro-batch
+- return jnp.where(owner == w.index, few, jnp.zeros_like(few)), PARTIAL
++ return jnp.where(owner == 0, few, jnp.zeros_like(few)), PARTIAL
+@ _loop/loop.py: test_accumulate test_microbatch
+* a key that is folded twice
+- keys = [jax.random.fold_in(key, state.acc.count) for key in operands.keys]
++ once = [jax.random.fold_in(key, 0) for key in operands.keys]
++         keys = [jax.random.fold_in(key, state.acc.count) for key in once]
+* one key for all micro-batches
+- keys = [jax.random.fold_in(key, state.acc.count) for key in operands.keys]
++ keys = [jax.random.fold_in(key, 0 * state.acc.count) for key in operands.keys]
+* a weight that is used twice
+- step = MicroStep(factor, skip, zero, index)
++ step = MicroStep(weight, skip, zero, index)
+* a weight that is counted twice
+- weights = self.vary(acc.weight + one, one)
++ weights = self.vary(acc.weight + one + one, one)
+* one micro-batch more than are real
+- return fences.if_holds(i < number, step, state, batch)
++ return fences.if_holds(i <= number, step, state, batch)
+* what an empty accumulator holds is added to
+- total = [accumulator.cleared(x, empty) for x in total]
++ total = list(total)
+* the mean of a loss divides by one micro-batch less
+- weights = [total + one, accumulator.increment(count)]
++ weights = [total + one * (count > 0), accumulator.increment(count)]
+@ accumulator.py: test_accumulator
+* a micro-batch of weight 0 that is added
+- return [jnp.where(weight == 0, old, new) for old, new in pairs]
++ return [new for _, new in pairs]
+* float64 parameters that accumulate in float32
+- real = np.dtype(np.float64) if wide else dtype
++ real = dtype
+* sums of 16 bits that are computed in 16 bits
+- return dtype if jnp.finfo(dtype).bits >= 32 else np.dtype(np.float32)
++ return dtype
+* a merge counts one half
+- a.count + b.count,
+-     )
++ a.count,
++     )
+* a mean without its weight
+- return jax.tree.map(lambda t: average(t, acc.weight), acc.total)
++ return jax.tree.map(lambda t: average(t, acc.count * 1.0), acc.total)
+@ _across/window.py: test_multi_steps_numbers
+* a window that closes one micro-step late
+- return count.astype(wide) >= k.astype(wide)
++ return count.astype(wide) > k.astype(wide)
+* a skipped micro-step that is added
+- return choices.select(skip, old, new)
++ return new
+* a window of weight 0 that steps
+- steps = choices.both(self.closes, self._has_weight(acc))
++ steps = self.closes
+* a dropped window that is not counted
+- emitted=emitted, skipped_windows=self.closes & ~emitted, **events
++ emitted=emitted, skipped_windows=self.closes & emitted, **events
+@ _across/storage.py: test_multi_steps_devices
+* the sum over devices of one device's accumulator is its own
+- whole = collectives.merge_across(acc._replace(total=total), self.axes)
++ whole = acc._replace(total=total)
+* the parts of other devices are lost in the state
+- parts = jax.tree.map(lambda x: x[None], (acc.total, acc.weight))
++ parts = jax.tree.map(lambda x: 0 * x[None], (acc.total, acc.weight))
+@ _devices/collectives.py: test_devices
+* devices: what an empty accumulator holds is merged
+- total = jax.tree.map(lambda x: jnp.where(empty, jnp.zeros_like(x), x), acc.total)
++ total = acc.total
+* devices: a slice of a leaf is scattered along another axis
+- dim += x.ndim - ndim
++ dim += 0
+* devices: a leaf that is summed already is summed once more
+- done = placement.axes + placement.summed
++ done = placement.axes
+@ _loop/over_devices.py: test_devices test_logical_devices
+* devices: a carried mean that is a sum
+- next(means) / number if _averages(x) else jax.lax.pmax(x, axes)
++ next(means) if _averages(x) else jax.lax.pmax(x, axes)
+* devices: a carried count is the smallest of all
+- next(means) / number if _averages(x) else jax.lax.pmax(x, axes)
++ next(means) / number if _averages(x) else jax.lax.pmin(x, axes)
+* logical devices: all devices fold the same keys
+- indices = number * jax.lax.axis_index(axes) + jnp.arange(number, dtype=jnp.int32)
++ indices = jnp.arange(number, dtype=jnp.int32)
+* logical devices: the weight of a neighbour is lost
+- acc = Accumulator(total, a.acc.weight + b.acc.weight, b.acc.count)
++ acc = Accumulator(total, b.acc.weight, b.acc.count)
+@ _loop/folds.py: test_law_mended test_law_devices
+* devices: the largest number is the smallest of theirs
+- "max": _extremum(jnp.maximum, jax.lax.pmax),
++ "max": _extremum(jnp.maximum, jax.lax.pmin),
+* the largest number is that of the last micro-batch
+- return trees.like(jnp.where(number == 0, x, larger(most, x)), most), number + 1
++ return trees.like(jnp.where(number >= 0, x, larger(most, x)), most), number + 1
+@ _calls/engine.py: test_devices test_law_devices
+* devices: the micro-batches of all devices have the same numbers
+- index = index + call.num_parts * jax.lax.axis_index(axes).astype(jnp.int32)
++ index = index + 0 * jax.lax.axis_index(axes).astype(jnp.int32)
+@ _devices/membership.py: test_membership
+* devices: rows of a strided split joined as neighbours
+- x = jnp.moveaxis(x, 0, axis + strided)
++ x = jnp.moveaxis(x, 0, axis)
+@ _window/schedule.py: test_law test_law_rules
+* what follows from a collective is a level too early
+- largest = largest._replace(level=largest.level + 1, of_rows=False)
++ largest = largest._replace(level=max(largest.level, 1), of_rows=False)
+* a buffer is read at the level that fills it
+- and self.buffers[view.buffer].level < level
++ and self.buffers[view.buffer].level <= level
+@ _verify/gradients.py: test_verify
+* verify: all micro-batches have the first one's rows
+- batch = self.batch if part is None else self.take(self.rows[part])
++ batch = self.batch if part is None else self.take(self.rows[0])
+* verify: all micro-batches draw the same
+- keys = jax.tree.map(lambda key: jax.random.fold_in(key, part or 0), self.key)
++ keys = self.key
+* verify: a weight that rounds is taken as it is
+- return np.where(np.abs(used - exact) <= _WEIGHT * exact, exact, used)
++ return used
+* verify: the factor of a scale upside down
+- factor = ratio(norm(sizes[None]), norm(norms(mean)))
++ factor = ratio(norm(norms(mean)), norm(sizes[None]))
+@ _verify/diagnosis.py: test_verify
+* verify: too small is taken for too large
+- why, fix = _SCALES[(c > 1) - (c < 1) if c in (k, 1 / k) else 0]
++ why, fix = _SCALES[(c < 1) - (c > 1) if c in (k, 1 / k) else 0]
+@ data.py: test_data
+* micro-batches that take every k-th example of a window
+- return window.reshape(k, -1)
++ return window.reshape(-1, k).T
+* a window that overlaps the one before
+- start = (step % steps).astype(jnp.int32) * jnp.int32(size)
++ start = (step % steps).astype(jnp.int32) * jnp.int32(size - 1)
+@ blocks/_micro_step.py: test_blocks
+* blocks of a stack: every layer is added to the first
+- return acc.total if index is None else with_slices(total, index, acc.total)
++ return acc.total if index is None else with_slices(total, 0 * index, acc.total)
+@ blocks/_summary.py: test_blocks
+* blocks of a stack: one number for all layers
+- first = 0 if next(group).index is None else 1
++ first = 0 if next(group).index is None else 0
 """
 MUTATIONS = list(read(FAULTS))
 
 
-def run(mutation):
-    """What pytest's last line says with the fault in, and whether a test failed."""
+# The tiers in the order of their cost, and the markers of what each adds.
+TIERS = {
+    "quick": "quick",
+    "test": "not quick and not slow",
+    "slow": "not quick and slow",
+}
+
+
+def files(mutation):
+    """The files of its tests, by their names, which are unique."""
+    return [path for x in mutation.tests for path in (ROOT / "tests").rglob(f"{x}.py")]
+
+
+def run(mutation, tiers):
+    """The first tier of which a test fails with the fault in, and which one does."""
     with tempfile.TemporaryDirectory() as folder:
         package = shutil.copytree(ROOT / "ga_optax", pathlib.Path(folder, "ga_optax"))
         path = package / mutation.file
         text = path.read_text(encoding="utf-8")
         assert text.count(mutation.old) == 1, mutation
         path.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
-        done = subprocess.run(
-            [
-                *(sys.executable, "-P", "-m", "pytest", "-q", "-x"),
-                *("-m", "not exhaustive and not published"),
-                *("-p", "no:cacheprovider"),
-                *(f"tests/{name}" for name in mutation.tests.split()),
-            ],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": folder},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        for tier in tiers:
+            paths = files(mutation)
+            if tier == "quick":  # as a process takes seconds to import a file
+                paths = [x for x in paths if x in index.quick_files()]
+            if paths and (seen := failing(paths, TIERS[tier], folder)):
+                return tier, seen
+    return None, ""
+
+
+def failing(paths, marked, folder):
+    """The first test with such markers that fails with the package in a folder."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-P", "-m", "pytest", "-q", "-x", *paths),
+            *("-m", f"{marked} and not exhaustive and not published"),
+            *("-p", "no:cacheprovider"),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": folder},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode in (0, 5):  # 5: there is no such test
+        return ""
     lines = done.stdout.splitlines() or [done.stderr]
-    seen = [line.split(" ")[1] for line in lines if line.startswith("FAILED ")]
-    return done.returncode == 1, " ".join(seen) or lines[-1]
+    seen = [
+        line.split(" ")[1] for line in lines if line.startswith(("FAILED ", "ERROR "))
+    ]
+    return " ".join(seen) or lines[-1]
 
 
-def main(words):
-    missed = 0
+def main():
+    """Prints the first tier that sees each fault, and how many each tier sees."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("words", nargs="*", help="of the names of faults")
+    parser.add_argument("--up-to", choices=TIERS, default="slow", help="the last tier")
+    given = parser.parse_args()
+    tiers = [*TIERS][: [*TIERS].index(given.up_to) + 1]
+    seen = collections.Counter()
     for mutation in MUTATIONS:
-        if words and not any(word in mutation.name for word in words):
-            continue
-        caught, how = run(mutation)
-        missed += not caught
-        print(f"{'seen  ' if caught else 'MISSED'}  {mutation.name}: {how}", flush=True)
-    return missed
+        if not given.words or any(word in mutation.name for word in given.words):
+            tier, test = run(mutation, tiers)
+            seen[tier] += 1
+            print(f"{tier or 'MISSED':6}  {mutation.name}: {test}", flush=True)
+    number, total = 0, sum(seen.values())
+    for tier in tiers:
+        number += seen[tier]
+        print(f"{tier} sees {number} of {total}")
+    return seen[None]
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main() > 0)

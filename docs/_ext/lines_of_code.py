@@ -1,4 +1,4 @@
-"""The directive `lines-of-code`: what `python tests/test_layout.py` prints.
+"""The directive `lines-of-code`: what `python tests/project/test_layout.py` prints.
 
 ```{lines-of-code}
 ```
@@ -20,7 +20,7 @@ class LinesOfCode(Directive):
     def run(self):
         """Runs the script, and shows what it counts by folder."""
         printed = subprocess.run(
-            [sys.executable, ROOT / "tests" / "test_layout.py"],
+            [sys.executable, ROOT / "tests/project/test_layout.py"],
             capture_output=True,
             text=True,
             check=True,

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 import targets
+from corpus.scans import BATCH, K, decoder, nothing
 from helpers import mean_of
-from whole_scans import BATCH, K, decoder, nothing
 
 import ga_optax as ga
 from ga_optax._compiled import machines, plan

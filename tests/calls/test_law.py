@@ -1,0 +1,324 @@
+"""One law for each function: what it equals, its words, and what comes back."""
+
+import enum
+import itertools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from corpus import losses
+from corpus.losses import LOSSES, N
+from helpers import array, bits, leaves_of, mean_of, off
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
+
+import ga_optax as ga
+from ga_optax._calls import rows as of_rows
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+EPS, EPS32 = np.finfo(np.float64).eps, np.finfo(np.float32).eps
+
+
+def assert_close(got, want, n=N, eps=EPS):
+    """Sums of `n` terms in another order: each leaf is off by `c·n·eps·max|leaf|`."""
+    assert off(got, want) < 200 * n * eps
+
+
+def in_float64(fun, *args, k=4, make=ga.value_and_grad, **options):
+    """What `value_and_grad` gives of `fun`, and what JAX does, in float64."""
+    has_aux = options.get("has_aux", False)
+    with jax.enable_x64(True):
+        args = jax.tree.map(_wide, args)
+        want = jax.jit(jax.value_and_grad(fun, has_aux=has_aux))(*args)
+        step = make(fun, k, accumulator_dtype=jnp.float64, **options)
+        return jax.jit(step)(*args), want
+
+
+def _wide(x):
+    return x.astype("float64") if x.dtype == jnp.float32 else x
+
+
+NUMBERS = "gradient_accumulation_steps accumulate_grad_batches every_k n_accum"
+NUMBERS += " every_k_schedule accumulation_steps chunks n_chunks k steps"
+EVERYWHERE = dict.fromkeys(NUMBERS.split(), "num_microbatches")
+EVERYWHERE |= {"in_axes": "batch_axes", "donate_argnums": "the jax.jit around"}
+EVERYWHERE |= {"mesh": "ga_optax.DataAxis(name, ...)", "static_argnums": "as it came"}
+EACH = "weight_fn aux rng_argnums rng_argnames carry_argnums num_real_microbatches"
+LAW = dict.fromkeys(EACH.split(), "ga_optax.accumulate")
+LAW |= {"whole_batch": "always that of the whole batch", "axis_name": "Leave it out"}
+LAW |= {"chunk_size": "microbatch_size", "rngs": "function that this one returns"}
+OF_ALL = ("whole_batch", "axis_name", "residual_bytes")
+OF_EACH = dict.fromkeys(OF_ALL, "ga_optax.value_and_grad")
+OF_EACH |= {"microbatch_size": "num_microbatches", "batch_size": "num_microbatches"}
+OF_EACH |= {"holomorphic": "ga_optax.value_and_grad", "rngs": "rng_argnames"}
+OF_EACH |= {"accumulator_dtype": "ga_optax.accumulator.init"}
+INSTEAD = {
+    ga.value_and_grad: EVERYWHERE | LAW,
+    ga.accumulate: EVERYWHERE | OF_EACH,
+    ga.microbatch: EVERYWHERE | {"argnums": "batch_argnums", "has_aux": "anything"},
+    ga.batch_dependencies: EVERYWHERE,
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("fun", INSTEAD, ids=lambda fun: fun.__name__)
+def test_a_word_of_others_gets_the_one_to_use(fun):
+    for word, instead in INSTEAD[fun].items():
+        with pytest.raises(TypeError) as raised:
+            fun(jnp.mean, **{word: 2})
+        required, came, todo = str(raised.value).partition(f" but {word} came. ")
+        assert f"{fun.__name__} must be among num_microbatches, " in required
+        assert came
+        assert instead in todo
+
+
+SOME = ("masked", "batch_norm", "clip", "hardest")
+QUICK = ("masked", "total")
+
+
+@pytest.mark.grid(3, 16)
+@pytest.mark.usefixtures("fast_compilation")
+@pytest.mark.filterwarnings("ignore:.*computed whole")
+@pytest.mark.parametrize(
+    ("name", "k"),
+    [
+        *(pytest.param(x, 4, marks=[pytest.mark.quick] * (x in QUICK)) for x in LOSSES),
+        *itertools.product(SOME, [1, 2, 6, N]),
+    ],
+)
+def test_any_loss_has_the_value_gradients_and_aux_of_the_undivided_batch(name, k):
+    args = losses.arguments(dtype=np.float32)
+    assert_close(*in_float64(LOSSES[name].fun, *args, k=k, has_aux=True))
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_the_twin_each_micro_batch_by_itself_has_others(name):
+    args = losses.arguments(dtype=np.float32)
+    pairs = leaves_of(*in_float64(LOSSES[name].value, *args, k=2, make=mean_of))
+    assert max(np.abs(x - y).max() for x, y in pairs) > 1e-4
+
+
+@pytest.mark.usefixtures("fast_compilation")
+@pytest.mark.filterwarnings("ignore:.*computed whole")
+def test_dropout_and_noise_are_those_of_the_undivided_batch_bit_for_bit():
+    args, fun = losses.arguments(dtype=np.float32), LOSSES["dropout"].fun
+    (_, want), _ = jax.jit(jax.value_and_grad(fun, has_aux=True))(*args)
+    (_, got), _ = jax.jit(ga.value_and_grad(fun, 3, has_aux=True))(*args)
+    assert want["keep"].sum() not in (0, want["keep"].size)
+    assert bits(got) == bits(want)
+    # The twin: a micro-batch that draws for itself draws the same in each.
+    (_, other), _ = mean_of(fun, 3, has_aux=True, aux="stack")(*args)
+    assert (other["keep"].reshape(want["keep"].shape) != want["keep"]).any()
+
+
+Color = enum.Enum("Color", "RED")
+
+
+LEAVES = (3, True, 2.5, np.float64(2), np.arange(2), "text", Color.RED, len)
+
+
+@pytest.mark.parametrize("leaf", LEAVES, ids=str)
+def test_aux_that_is_no_array_of_jax_comes_back_as_it_is(leaf):
+    def fun(w, x):
+        return jnp.mean((x @ w) ** 2), {"leaf": leaf, "rows": x @ w}
+
+    args = jnp.ones(3), jnp.ones((8, 3))
+    due = jax.value_and_grad(fun, has_aux=True)
+    step = ga.value_and_grad(fun, 4, has_aux=True)
+    assert step(*args)[0][1]["leaf"] is due(*args)[0][1]["leaf"] is leaf
+    if isinstance(leaf, int | float | np.generic | np.ndarray):
+        want, got = (jax.jit(f)(*args)[0][1]["leaf"] for f in (due, step))
+        assert (jax.typeof(got), got.weak_type) == (jax.typeof(want), want.weak_type)
+        np.testing.assert_array_equal(got, want)
+        return
+    # The twin: a loop over micro-batches has to put it together.
+    with pytest.raises(TypeError, match=r"leaves of aux must.*\['leaf'\] is"):
+        mean_of(fun, 4, has_aux=True)(*args)
+    with pytest.raises(TypeError, match="not a valid JAX type"):
+        jax.jit(step)(*args)
+
+
+def noisy(w, b):
+    noise = jax.random.normal(b["key"], b["x"].shape)
+    return jnp.mean(((b["x"] + noise) @ w) ** 2) * b["scale"]
+
+
+def of_lengths(w, b):
+    own = jnp.mean((b["a"] @ w) ** 2)
+    return own + jnp.mean(jnp.abs(b["three"] @ w)) + jnp.mean(b["odd"] @ w)
+
+
+def of_graphs(w, b):
+    messages = (b["nodes"] @ w)[b["from"]]
+    return jnp.mean(jax.ops.segment_sum(messages, b["to"], num_segments=16) ** 2)
+
+
+def of_lists(w, b):
+    [[x], [y]] = b
+    return jnp.mean((x @ w - y) ** 2)
+
+
+def with_a_table(w, x, y, table):
+    return jnp.mean((x @ w @ table - y) ** 2)
+
+
+W, X = array(6, 4), array(16, 6)
+LAID_OUT = {  # a loss, what it takes, and the bytes of its leaves: of rows, and others
+    "scalars and keys": (
+        noisy,
+        [{"x": X, "scale": jnp.float32(2), "key": jax.random.key(0)}],
+        {"leaf ['x']": 384},
+        {"leaf ['scale']": 4, "leaf ['key']": 8},
+    ),
+    "leaves of other lengths": (
+        of_lengths,
+        [{"a": X, "three": array(48, 6), "odd": array(7, 6)}],
+        {"leaf ['a']": 384, "leaf ['three']": 1152},
+        {"leaf ['odd']": 168},
+    ),
+    "nodes and edges": (
+        of_graphs,
+        [{"nodes": X, "from": jnp.arange(40) * 7 % 16, "to": jnp.arange(40) % 16}],
+        {"leaf ['nodes']": 384, "leaf ['from']": 160, "leaf ['to']": 160},
+        {},
+    ),
+    "lists of lists": (
+        of_lists,
+        [[[X], [array(16, 4)]]],
+        {"leaf [0][0]": 384, "leaf [1][0]": 256},
+        {},
+    ),
+    "arguments without a role": (
+        with_a_table,
+        [X, array(16, 3), array(4, 3)],
+        {"the only leaf of argument 1": 384, "the only leaf of argument 2": 192},
+        {"argument 3": 48},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LAID_OUT)
+def test_leaves_without_rows_go_whole_by_themselves(case):
+    loss, args, rows, whole = LAID_OUT[case]
+    got, want = (
+        jax.jit(make)(W, *args)
+        for make in (ga.value_and_grad(loss, 4), jax.value_and_grad(loss))
+    )
+    assert_close(got, want, eps=EPS32)
+    found = ga.batch_dependencies(loss, 4)(W, *args)
+    assert (found.rows, found.given_whole) == (rows, whole)
+
+
+def of_statistics(w, stats, b):
+    return jnp.mean(((b["x"] - stats["mean"]) @ w) ** 2)
+
+
+def test_who_splits_the_statistics_and_not_the_batch_is_told():
+    args = array(8, 4), {"mean": array(8), "var": array(8, seed=1)}, {"x": array(32, 8)}
+    with pytest.warns(UserWarning, match="pass batch_argnums=2"):
+        got = ga.value_and_grad(of_statistics, 4)(*args)
+    np.testing.assert_allclose(got[0], of_statistics(*args), rtol=1e-5)
+    with warnings.catch_warnings():  # the twin
+        warnings.simplefilter("error")
+        ga.value_and_grad(of_statistics, 4, batch_argnums=2)(*args)
+
+
+def test_a_position_counts_the_arguments_that_came_and_no_defaults():
+    def fun(w, x, scale=2.0, *more, power=1):
+        return (x @ w * scale) ** power
+
+    w, x = jnp.arange(3.0), jnp.arange(24.0).reshape(8, 3)
+    run = jax.jit(ga.microbatch(fun, 4, batch_argnums=-1))
+    for args, named in (((w,), {"x": x}), ((w,), {"x": x, "power": 2}), ((w, x), {})):
+        np.testing.assert_array_equal(run(*args, **named), fun(*args, **named))
+    with pytest.raises(ValueError, match="argument 2 holds none"):  # the twin
+        run(w, x=x, scale=3.0)
+
+
+def of(fun, *args, make=ga.value_and_grad, **options):
+    return lambda: make(fun, 4, **options)(*args)
+
+
+def over(*args, **options):
+    return of(*args, make=ga.microbatch, **options)
+
+
+V, T = ValueError, TypeError
+
+
+def ensemble(p, b):
+    """An ensemble under `vmap`, each member normalised over the rows."""
+
+    def member(scale, x):
+        h = jax.vmap(lambda x: jnp.tanh(x @ p["in"] * scale))(x)
+        h = jax.vmap(lambda h: h - jax.lax.pmean(h, "rows"), axis_name="rows")(h)
+        return h, jax.vmap(lambda h: h / jnp.sqrt((h**2).mean() + 0.1), 1, 1)(h)
+
+    h, normed = jax.vmap(member, (0, None))(jnp.arange(1.0, 4.0), b["x"])
+    return (normed.mean(0) @ p["out"]).std() + h.std(), (h, normed)
+
+
+def collectives(p, b):
+    """Those of `vmap` over rows, and over features, in one array."""
+
+    def of_row(x):
+        h = jnp.tanh(x @ p["in"])
+        still = jax.lax.stop_gradient(h)
+        top, low = (over(still, "rows") for over in (jax.lax.pmax, jax.lax.pmin))
+        h = h - jax.lax.psum(h, "rows") / 9 + jnp.where(h == top, h, 0.1 * low)
+        return jax.vmap(lambda x: x - jax.lax.pmean(x, "f"), axis_name="f")(h)
+
+    h = jax.vmap(of_row, axis_name="rows")(b["x"])
+    return (h @ p["out"]).std() + h.std(), h
+
+
+@pytest.mark.usefixtures("fast_compilation")
+@pytest.mark.parametrize("fun", [ensemble, collectives])
+def test_vmap_inside_is_no_other_than_the_program_that_it_writes(fun):
+    with jax.enable_x64(True):
+        args = losses.arguments(width=4)
+        assert_close(*in_float64(fun, *args, has_aux=True))
+        assert ga.batch_dependencies(fun, 4, has_aux=True)(*args).whole == []
+
+
+twisted = Primitive("twisted")
+twisted.def_impl(lambda x: 2 * x[::-1] + x)
+twisted.def_abstract_eval(lambda x: x)
+ad.deflinear2(twisted, lambda ct, x: [2 * ct[::-1] + ct])
+mlir.register_lowering(
+    twisted, mlir.lower_fun(lambda x: 2 * x[::-1] + x, multiple_results=False)
+)
+
+
+def unknown(p, b):
+    h = twisted.bind(jnp.tanh(b["x"] @ p["in"]))
+    w = twisted.bind(p["out"])  # has no rows
+    return (h @ w).std(), {"h": h, "mean": twisted.bind(h.mean(0))}
+
+
+@pytest.mark.usefixtures("fast_compilation")
+@pytest.mark.filterwarnings("ignore:.*computed whole")
+def test_what_nothing_is_known_of_is_computed_whole_and_right():
+    fun = unknown
+    args = losses.arguments(dtype=np.float32, width=4)
+    want = jax.jit(jax.value_and_grad(fun, has_aux=True))(*args)
+    got = jax.jit(ga.value_and_grad(fun, 4, has_aux=True))(*args)
+    assert_close(got, want, eps=EPS32)
+    found = ga.batch_dependencies(fun, 4, has_aux=True)(*args)
+    assert {x.name for x in found.whole} == {"twisted"}
+
+
+def test_what_the_partitioner_cannot_do_is_computed_of_all_rows_and_said(monkeypatch):
+    def loss(w, x):
+        return jnp.mean((x @ w) ** 2), x.shape[0]
+
+    def broken(*args):
+        raise KeyError("a parameter that jax renamed")
+
+    want = jax.value_and_grad(loss, has_aux=True)(W, X)
+    monkeypatch.setattr(of_rows, "partition", broken)
+    with pytest.warns(UserWarning, match=r"all rows at once.*KeyError: 'a parameter"):
+        got = ga.value_and_grad(loss, 4, has_aux=True)(W, X)
+    assert off(got, want) == 0

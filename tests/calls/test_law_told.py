@@ -1,0 +1,276 @@
+"""What `batch_dependencies` and warnings say: where rows meet, and what to do."""
+
+import os
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from corpus import losses
+from corpus.harness import with_rules
+from corpus.losses import LOSSES
+from helpers import mesh_of, off, put
+from index import TESTS
+from jax.sharding import PartitionSpec
+
+import ga_optax as ga
+from ga_optax._calls import advice
+from ga_optax._calls.words import log_what_is_missing
+from ga_optax._loop import in_place
+from ga_optax._partition import notes
+from ga_optax._partition.values import RowsMeet
+from ga_optax._window import report, room
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+HERE = str(TESTS) + os.sep
+K, ROWS = 4, 16
+W, X = np.random.default_rng(0).normal(size=(2, ROWS, ROWS)).astype(np.float32)
+
+
+def found(fun, *args, **options):
+    return ga.batch_dependencies(fun, K, **options)(*args)
+
+
+def lines_of(fun, *args, **options):
+    it = found(fun, *args, **options)
+    return [x.line for x in (*it.meetings, *it.kept)] + [x for _, x, _ in it.whole]
+
+
+def line_in(fun, offset):
+    return f"{os.path.basename(__file__)}:{fun.__code__.co_firstlineno + offset}"
+
+
+def warned(call):
+    """What a call warns of."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        call()
+    return [str(x.message) for x in told]
+
+
+def test_no_line_of_a_loss_is_empty_or_of_a_package():
+    args = losses.arguments(dtype=np.float32)
+    every = (lines_of(loss.fun, *args, has_aux=True) for loss in LOSSES.values())
+    lines = [line for some in every for line in some]
+    assert lines
+    assert [line for line in lines if not line.startswith(HERE)] == []
+
+
+def test_the_table_has_a_line_for_what_is_alike_and_one_for_all():
+    def layers(p, x):
+        def body(h, w):
+            return jnp.tanh(h @ w - h.mean(0)), None
+
+        return (jax.lax.scan(body, x, p)[0] ** 2).mean()
+
+    it = found(layers, jnp.ones((3, 32, 32)), jnp.ones((ROWS, 32)))
+    table, told = str(it).split("\n\n")
+    header, _, *rows = table.splitlines()
+    assert header.startswith("what meets  ")
+    [sums] = [row for row in rows if "sums of 32 numbers" in row]
+    assert sums.startswith("3 sums of 32 numbers")
+    assert " 384 " in sums
+    assert f"{line_in(layers, 2)}:" in sums
+    assert told.startswith("forward, backward: how many times")
+    total = told[told.index("In all") :].replace("\n", " ")
+    assert total.startswith(f"In all: {it.forward_passes} forward pass")
+    assert f"in about {it.peak_bytes:,} bytes." in total
+    assert it.kept_bytes == sum(x.nbytes for x in (*it.meetings, *it.kept))
+
+
+def test_arguments_are_those_of_the_step_or_their_types():
+    def fun(p, x, key, train, scale=1.0):
+        keep = jax.random.bernoulli(key, 0.5, x.shape) if train else 1.0
+        return jnp.sqrt((jnp.tanh((x * keep) @ p) ** 2).mean()) * scale
+
+    p, x, key = jnp.ones((8, 8)), jnp.ones((ROWS, 8)), jax.random.key(0)
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (p, x, key))
+    it = found(fun, p, x, key, True)
+    assert str(found(fun, *types, True)) == str(it)
+    assert it.forward_passes == 2
+    x = put(x, mesh_of(2), PartitionSpec("data"))
+    it = found(fun, p, x, key, False, data_axis="data")
+    of_x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    assert it.num_microbatches == 2 * K
+    assert str(found(fun, types[0], of_x, key, False, data_axis="data")) == str(it)
+
+
+BIG = jnp.zeros((512, 32)), {"in": jnp.ones((32, 256)), "mid": jnp.ones((256, 256))}
+
+
+def sorted_rows(p, x):
+    return (jnp.tanh(jnp.sort(jnp.tanh(x @ p["in"]), 0) @ p["mid"]) ** 2).mean()
+
+
+def sorted_in_jit(p, x):
+    return jax.jit(sorted_rows)(p, x)
+
+
+def by_rows(p, x):
+    return (jnp.tanh(jnp.tanh(x @ p["in"]) @ p["mid"]) ** 2).mean()
+
+
+@jax.custom_vjp
+def scaled(h):
+    return h * 2
+
+
+scaled.defvjp(
+    lambda h: (h * 2, h), lambda h, g: (g * 2 + 0 * h / (1 + jnp.abs(h).max()),)
+)
+
+
+def scaled_in_a_scan(p, x):
+    h = jnp.tanh(x @ p["in"])
+    return (jax.lax.scan(scaled_layer, h, p["mid"][None])[0] ** 2).mean()
+
+
+def scaled_layer(h, w):
+    return scaled(jnp.sort(jnp.tanh(h @ w), 0)), None
+
+
+def shuffled(p, x):
+    return by_rows(p, x[jax.random.permutation(jax.random.key(0), len(x))])
+
+
+def printed(p, x):
+    h = jnp.tanh(x @ p["in"])
+    jax.debug.print("{}", h)
+    return (h**2).mean()
+
+
+def queued(p, x):
+    h = jnp.tanh(x @ p["in"])
+    old = jax.lax.stop_gradient(jnp.concatenate([h, h]))
+    new = jax.lax.dynamic_update_slice(old, h, (0, 0))
+    return jax.nn.logsumexp(h @ new.T)
+
+
+# What keeps a loss from saving memory: a line of a function, from its first.
+LITTLE = {sorted_rows: (sorted_rows, 1), sorted_in_jit: (sorted_rows, 1)}
+LITTLE |= {scaled_in_a_scan: (scaled_layer, 1), printed: (printed, 2)}
+LITTLE |= {queued: (queued, 3), by_rows: None, shuffled: None}  # the twins
+TODO = {printed: "give it fewer numbers", queued: "jnp.concatenate"}
+
+
+@pytest.mark.parametrize("rows", [16, 512])
+@pytest.mark.parametrize("fun", LITTLE)
+def test_more_of_all_rows_than_of_its_own_is_said_once_with_its_line(
+    fun, rows, monkeypatch
+):
+    def told():
+        step = ga.value_and_grad(fun, 8)
+        return warned(lambda: jax.eval_shape(step, BIG[1], BIG[0][:rows]))
+
+    monkeypatch.setattr(advice, "_warned", set())
+    first = told()
+    assert len(first) == (LITTLE[fun] is not None)
+    for said in first:
+        assert f"{line_in(*LITTLE[fun])}:" in said
+        assert "computed whole" in said
+        assert TODO.get(fun, "write it for one row, under jax.vmap") in said
+        assert not told()
+
+
+def test_its_bytes_are_those_of_the_programs(monkeypatch):
+    def ordered(w, x):
+        return jnp.sum(jnp.sort(x * w, 0))
+
+    monkeypatch.setattr(advice, "_warned", set())
+    args = jnp.ones(4), jnp.ones((16, 4))
+    [said] = warned(lambda: jax.eval_shape(ga.value_and_grad(ordered, 8), *args))
+    # All rows come together, are sorted, added up, and shared out; of its own it has
+    # their product with the weights.
+    whole, own = 256 + 256 + 4 + 4, 2 * 4 * 4
+    assert f"computes {whole} bytes for all rows, and {own} for its own" in said
+    [line] = ga.batch_dependencies(ordered, 8)(*args).whole
+    assert (line.name, line.nbytes) == ("sort", 256)
+
+
+def centred(p, b):
+    """Layers in a scan whose rows minus their mean are read at the end."""
+
+    def layer(h, w):
+        h = jnp.tanh(h @ w)
+        return h, h - h.mean(0)
+
+    return jnp.mean(jax.lax.scan(layer, b, p)[1] ** 2)
+
+
+@pytest.mark.parametrize("rows", [16, 1024])
+def test_who_runs_more_often_than_room_would_cost_is_warned_once(rows, monkeypatch):
+    monkeypatch.setattr(room, "LITTLE", 0)  # else so few rows are all kept
+    report._warn.cache_clear()
+    args = jnp.ones((12, 32, 32)) / 32, jnp.ones((rows, 32))
+    step = lambda: jax.eval_shape(ga.value_and_grad(centred, 8), *args)  # noqa: E731
+    told = [sum("With residual_bytes=" in x for x in warned(step)) for _ in range(2)]
+    assert told == [1, 0]
+    it = ga.batch_dependencies(centred, 8)(*args)
+    nbytes, forward, backward = it.more_room
+    more = ga.batch_dependencies(centred, 8, residual_bytes=nbytes)(*args)
+    assert (more.forward_passes, more.backward_passes) == (forward, backward)
+    assert more.more_room is None
+    assert f"With residual_bytes={nbytes:_}: {forward} and" in " ".join(str(it).split())
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("has_refs", "optimize"), [(True, True), (False, True), (False, False)]
+)
+def test_an_old_jax_says_once_in_the_log_what_it_cannot_do(
+    has_refs, optimize, caplog, monkeypatch
+):
+    monkeypatch.setattr(in_place, "HAS_REFS", has_refs)
+    caplog.set_level("INFO", "ga_optax")
+    log_what_is_missing.cache_clear()
+    for _ in range(2):
+        ga.value_and_grad(by_rows, K, optimize=optimize)(BIG[1], BIG[0][:8])
+    log_what_is_missing.cache_clear()
+    found = [record.getMessage() for record in caplog.records]
+    assert len(found) == (optimize and not has_refs)
+    assert all(jax.__version__ in one and "in place" in one for one in found)
+
+
+@jax.custom_jvp
+def halved(x):
+    return x / 2
+
+
+halved.defjvp(lambda xs, dots: (xs[0] / 2, dots[0] / 2))
+
+
+def cumulated(w, x):
+    return jnp.mean(jnp.cumsum(jnp.tanh(halved(x @ w)), axis=1) ** 2)
+
+
+def failures(key, error):
+    """What is said of the value, which is right, if one rule raises an error."""
+
+    def rule(*args):
+        raise error
+
+    def run():
+        got, due = (make(cumulated)(W, X) for make in (of_rows, jax.value_and_grad))
+        assert off(got, due) < 200 * ROWS * np.finfo(np.float32).eps
+
+    of_rows = lambda fun: ga.value_and_grad(fun, K)  # noqa: E731
+    with with_rules(lambda name, plain: rule if name == key else plain):
+        return [text for text in warned(run) if "failed" in text]
+
+
+def test_a_rule_that_fails_is_said_once_and_the_value_is_right(monkeypatch):
+    monkeypatch.setattr(notes, "_failed", set())
+    [said] = failures("cumsum", TypeError("cumsum got an axis more"))
+    assert "The rule of ga_optax for cumsum failed" in said
+    assert f"with jax {jax.__version__}" in said
+    assert "TypeError: cumsum got an axis more" in said
+    assert os.path.basename(__file__) in said
+    assert "computed whole" in said
+    assert "the result is right, but takes more memory" in said
+    assert failures("cumsum", TypeError("again")) == []
+    [said] = failures("custom_jvp_call", KeyError("jvp_jaxpr_fun"))
+    assert re.search("for custom_jvp_call failed.*KeyError: 'jvp_jaxpr_fun'", said)
+    # The twins: rows meet where they cannot, or nothing is broken.
+    assert failures("tanh", RowsMeet()) == failures("nothing", None) == []

@@ -1,0 +1,398 @@
+"""The law with every option of `DataAxis`, wherever the batch lies."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from corpus import models
+from helpers import array, bits, mean_of, mesh_of, off, put
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import ga_optax as ga
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+ROWS, WIDTH, K = 32, 8, 2
+SPECS = {"layers": P(None, "data"), "head": P("data")}
+
+
+def arguments():
+    params = {"layers": array(3, WIDTH, WIDTH, scale=0.3), "head": array(WIDTH, 4)}
+    mask = jnp.float32(array(ROWS) > 0)
+    return params, {"x": array(ROWS, WIDTH), "y": array(ROWS, 4), "mask": mask}
+
+
+def model(p, x):
+    h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["layers"])
+    return h @ p["head"]
+
+
+def mean(p, b):
+    return jnp.mean((model(p, b["x"]) - b["y"]) ** 2)
+
+
+def masked(p, b):
+    each = jnp.mean((model(p, b["x"]) - b["y"]) ** 2, 1)
+    return jnp.sum(each * b["mask"]) / b["mask"].sum()
+
+
+def dropout(p, b):
+    h = model(p, b["x"])
+    return jnp.mean(h**2 * jax.random.bernoulli(jax.random.key(1), 0.5, h.shape))
+
+
+def by_place(p, b):
+    """What each row is multiplied with comes from no leaf of the batch."""
+    weights = jnp.sin(3.0 * jnp.arange(ROWS) + 0.5)
+    return jnp.mean(model(p, b["x"]) ** 2 * weights[:, None])
+
+
+def reversed_rows(p, b):
+    weights = jnp.linspace(0.0, 1.0, ROWS)
+    return jnp.mean(model(p, b["x"])[::-1] ** 2 * weights[:, None])
+
+
+def norm(p, b):
+    h = model(p, b["x"])
+    return jnp.mean(((h - h.mean(0)) / (h.std(0) + 0.1) - b["y"]) ** 2)
+
+
+APART = (mean, masked, dropout, by_place)
+AXES = {
+    "last": "data",
+    "none": None,
+    "each": ga.DataAxis("data", sync="each"),
+    "each, sharded": ga.DataAxis("data", sync="each", param_specs=SPECS),
+    "sharded": ga.DataAxis("data", param_specs=SPECS),
+    "scattered at the end": ga.DataAxis("data", grad_specs=SPECS),
+    "scattered": ga.DataAxis("data", sync="each", grad_specs=SPECS),
+}
+NEEDS_NO_MEETING = ("each", "each, sharded", "scattered")
+
+
+def at_top_level(loss, name, kind):
+    mesh = mesh_of(kind=kind)
+    specs = (SPECS if "sharded" in name else P()), P("data")
+    args = put(arguments(), mesh, specs)
+    with jax.set_mesh(mesh):
+        return jax.jit(ga.value_and_grad(loss, K, data_axis=AXES[name]))(*args)
+
+
+def distance(got, loss):
+    return off(got, jax.jit(jax.value_and_grad(loss))(*arguments()))
+
+
+@pytest.mark.grid(6, 24)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("loss", APART)
+@pytest.mark.parametrize("name", AXES)
+def test_where_rows_do_not_meet_every_option_is_there(name, loss, kind):
+    assert distance(at_top_level(loss, name, kind), loss) < 1e-5
+
+
+@pytest.mark.grid(3, 8)
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("loss", APART)
+def test_so_it_is_in_a_region_of_the_users(loss, check_vma):
+    specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": check_vma}
+    step = ga.value_and_grad(loss, K, data_axis="data")
+    step = jax.jit(jax.shard_map(step, mesh=mesh_of(), **specs))
+    assert distance(step(*arguments()), loss) < 1e-5
+
+
+@pytest.mark.parametrize("loss", [norm, reversed_rows])
+@pytest.mark.parametrize("name", ["last", "sharded", "scattered at the end"])
+def test_where_they_meet_those_are_there_that_merge_at_the_end(name, loss):
+    assert distance(at_top_level(loss, name, AxisType.Auto), loss) < 1e-5
+
+
+@pytest.mark.parametrize("name", NEEDS_NO_MEETING)
+def test_where_they_meet_the_error_names_the_line(name):
+    line = norm.__code__.co_firstlineno + 2
+    with pytest.raises(ValueError, match=f"test_law_devices.py:{line}") as error:
+        at_top_level(norm, name, AxisType.Auto)
+    assert 'data_axis must have sync="last"' in str(error.value)
+    assert "batch_dependencies" in str(error.value)
+
+
+@pytest.mark.grid(0, 3)
+@pytest.mark.parametrize("seed", [0, 1, 4])
+def test_a_random_model_has_the_same_bits_on_any_number_of_devices(seed):
+    k = 1 + seed % 2
+    with_aux, *args = models.draw(seed, 8 * k)
+    loss = jax.checkpoint(lambda *args: with_aux(*args)[0])
+
+    def on(mesh):
+        axis = ga.DataAxis("data", mesh=mesh, logical_devices=8)
+        step = mean_of(loss, k, data_axis=axis)
+        return bits(jax.jit(step)(*put(args, mesh, [P(), P("data")])))
+
+    first, *others = (on(mesh_of(n)) for n in (8, 4, 2, 1))
+    assert others == [first] * 3
+
+
+def test_rows_along_an_explicit_axis_without_data_axis_must_not_meet():
+    """Nothing is tried of neighbours first, which fails there with a warning."""
+    with pytest.raises(ValueError, match="data_axis='data'"):
+        at_top_level(norm, "none", AxisType.Explicit)
+
+
+def in_pairs(w, x):
+    """Neighbouring rows need each other."""
+    h = (x @ w).reshape(-1, 2)
+    return (h[:, 0] * h[:, 1]).mean(), {"pairs": h}
+
+
+def by_row(w, x):
+    h = x @ w
+    return (h**2).mean(), {"rows": h, "twice": jnp.concatenate([h, -h])}
+
+
+def with_noise(w, x):
+    h = x @ w + jax.random.uniform(jax.random.key(0), x.shape[:1])
+    return (h**3).mean(), {"rows": h}
+
+
+def ratio(w, x):
+    h = jnp.tanh(x @ w)
+    return h.sum() / jnp.abs(h).sum(), {"rows": h}
+
+
+def one_row(w, x):
+    """At place 3 of micro-batch 1 if they hold neighbours."""
+    return jnp.mean(x @ w) + x[11] @ w, {"row": x[11]}
+
+
+W, X = jnp.arange(1.0, 4.0), jnp.sin(jnp.arange(96.0)).reshape(32, 3)
+
+
+def at(how, fun):
+    """A step of four micro-batches, or of four on a device, and its results."""
+    mesh, options = mesh_of(), {"has_aux": True}
+    placed = put((W, X), mesh, (P(), P("data")))
+    step = ga.value_and_grad(fun, 4, **options)
+    if how == "argument":
+        return jax.jit(step)(*placed)
+    if how == "shardings":  # nothing names the mesh before the program is compiled
+        return jax.jit(step, in_shardings=tuple(x.sharding for x in placed))(W, X)
+    if how == "context":
+        with jax.set_mesh(mesh):
+            return jax.jit(step)(*placed)
+    if how == "axis":
+        axis = ga.DataAxis("data", mesh=mesh)
+        return jax.jit(ga.value_and_grad(fun, 4, data_axis=axis, **options))(*placed)
+    step = ga.value_and_grad(fun, 4, data_axis="data", **options)
+    of_aux = dict.fromkeys(fun(W, X)[1], P("data"))
+    of_aux |= {"twice": P()} if fun is by_row else {}  # it has no part of that
+    specs = {"in_specs": (P(), P("data")), "out_specs": ((P(), of_aux), P())}
+    return jax.jit(jax.shard_map(step, mesh=mesh, check_vma=False, **specs))(W, X)
+
+
+def of_every_kind(w, x):
+    """Means over powers of two of integers, so that all are exact."""
+    scores = x @ w
+    return jnp.mean(scores), {
+        "rows": jnp.int32(x.shape[0]),
+        "positive of features": jnp.sum(x > 0, axis=0, dtype=jnp.int32),
+        "mean of features": jnp.mean(x, axis=0),
+        "scores": scores,
+        "time-major": jnp.stack([scores, 2 * scores, -scores]),
+        "flat": x.reshape(-1),
+        "right": (scores > 0, None),
+    }
+
+
+@pytest.mark.grid(3)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("sync", ["last", "each"])
+@pytest.mark.parametrize("k", [1, 4])
+def test_aux_has_the_rows_of_all_devices_and_no_row_moves(kind, sync, k):
+    mesh, args = mesh_of(kind=kind), (jnp.round(W), jnp.round(9 * X))
+    axis = ga.DataAxis("data", mesh=mesh, sync=sync)
+    step = ga.value_and_grad(of_every_kind, k, has_aux=True, data_axis=axis)
+    with jax.set_mesh(mesh):
+        placed = put(args, mesh, (P(), P("data")))
+        compiled = jax.jit(step).lower(*placed).compile()
+        got = compiled(*placed)
+    want = jax.value_and_grad(of_every_kind, has_aux=True)(*args)
+    assert bits(got) == bits(want)
+    if sync == "last":
+        assert {c.kind for c in ga.audit(compiled, mesh).collectives} == {"all-reduce"}
+
+
+def close(got, want):
+    return off(got, want) < 100 * 32 * np.finfo(np.float32).eps
+
+
+@pytest.mark.parametrize("fun", [in_pairs, by_row, with_noise, ratio, one_row])
+@pytest.mark.parametrize("how", ["argument", "shardings", "context", "axis", "region"])
+def test_rows_keep_their_order_wherever_the_batch_lies(fun, how):
+    if (fun, how) == (one_row, "region"):
+        pytest.skip("there a row of all has no place of its own among the results")
+    want = jax.value_and_grad(fun, has_aux=True)(W, X)
+    assert close(at(how, fun), want)
+    if (fun, how) == (ratio, "argument"):  # the twin: the mean of micro-batches' own
+        own = mean_of(fun, 4, has_aux=True, aux="last")(W, X)
+        assert not close(own[0][0], want[0][0])
+
+
+@pytest.mark.parametrize("data_axis", ["data", None])
+def test_in_a_region_that_checks_sums_of_rows_that_meet_are_refused(data_axis):
+    mesh, specs = mesh_of(), {"in_specs": (P(), P("data")), "out_specs": P()}
+    step = ga.value_and_grad(lambda w, x: ratio(w, x)[0], 2, data_axis=data_axis)
+
+    def of_parts(check_vma):
+        run = lambda w, x: jax.lax.pmean(step(w, x), "data")  # noqa: E731
+        shared = jax.shard_map(run, mesh=mesh, check_vma=check_vma, **specs)
+        return jax.jit(shared)(W, X)[0]
+
+    with pytest.raises(ValueError, match="must have check_vma=False") as error:
+        of_parts(True)
+    line = f"test_law_devices.py:{ratio.__code__.co_firstlineno + 2}"
+    assert data_axis is None or line in str(error.value)
+    parts = [X] if data_axis else X.reshape(4, -1, 3)
+    due = sum(ratio(W, part)[0] for part in parts) / len(parts)
+    assert abs(of_parts(False) - due) < 1e-5
+
+
+def frozen(use):
+    """A loss of an argument without a role, which is on the mesh as all others are."""
+
+    def fun(w, b, table, key):
+        h = jnp.tanh(b["x"] @ w)
+        if use == "product":
+            h = h * table[0]
+        elif use == "index":
+            h = h * table[b["id"]]
+        elif use == "full_like":
+            h = h * jnp.full_like(table, 2)[0] + jnp.imag(table[0] * 1j)
+        elif use == "key":
+            h = jnp.where(jax.random.bernoulli(key, 0.5, h.shape), h, 0)
+        aux = {"rows": h, "two": jnp.concatenate([h, -h]), "table": table.sum(0)}
+        return jnp.std(h), aux
+
+    return fun
+
+
+@pytest.mark.grid(2, 8)
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("use", ["product", "index", "full_like", "key"])
+def test_an_argument_without_a_role_may_lie_on_the_mesh(use, kind):
+    mesh, fun = mesh_of(kind=kind), frozen(use)
+    w, table, x = (array(n, 3) for n in (3, 7, 16))
+    batch, key = {"x": x, "id": jnp.arange(16) * 3 % 7}, jax.random.key(0)
+    want = jax.value_and_grad(fun, has_aux=True)(w, batch, table, key)
+    args = put((w, batch, table, key), mesh, (P(), P("data"), P(), P()))
+    axis = {"data_axis": ga.DataAxis("data", mesh=mesh)}
+    step = ga.value_and_grad(fun, 2, has_aux=True, **axis)
+    of_grad = ga.microbatch(jax.value_and_grad(fun, has_aux=True), 2, **axis)
+    for run in (step, jax.jit(step), jax.jit(of_grad)):
+        assert close(run(*args), want)
+    with jax.set_mesh(mesh):
+        assert close(jax.jit(step)(*args), want)
+    found = ga.batch_dependencies(fun, 2, has_aux=True, **axis)(*args)
+    assert found.num_microbatches == 8
+
+
+LAYERS, HIDDEN = 8, 128
+
+
+def adapted(p, x, base):
+    """Layers that are frozen, each with an adapter: LoRA."""
+
+    def layer(h, w):
+        w, a, b = w
+        return jnp.tanh(h @ w + h @ a @ b), None
+
+    return jnp.mean(jax.lax.scan(layer, x, (base, p["a"], p["b"]))[0] ** 2)
+
+
+def in_python(p, x, base):
+    for i in range(LAYERS):
+        x = jnp.tanh(x @ base[i] + x @ p["a"][i] @ p["b"][i])
+    return jnp.mean(x**2)
+
+
+def centred(p, x, base):
+    x = x - jnp.tanh(x @ base[0]).mean(0)
+    return adapted(p, x, base)
+
+
+def in_a_function(fun, k, **axis):
+    """Arguments of a jitted function inside say nothing; a constraint does."""
+    step = ga.value_and_grad(fun, k, **axis)
+    place = jax.sharding.NamedSharding(axis["data_axis"].mesh, P(None, "data"))
+    constrained = lambda x: jax.lax.with_sharding_constraint(x, place)  # noqa: E731
+    return jax.jit(lambda p, x, base: step(p, x, constrained(base)))
+
+
+def of_gradient(fun, k, **axis):
+    return ga.microbatch(jax.value_and_grad(fun), k, **axis)
+
+
+def of_adapters(fun, base, k=K, make=ga.value_and_grad, kind=AxisType.Auto):
+    """A step whose base lies so: what it returns, what is right, its program."""
+    mesh = mesh_of(kind=kind)
+    p = {"a": array(LAYERS, HIDDEN, 2) / 8, "b": array(LAYERS, 2, HIDDEN) / 8}
+    args = p, array(ROWS, HIDDEN), array(LAYERS, HIDDEN, HIDDEN, scale=0.1)
+    step = jax.jit(make(fun, k, data_axis=ga.DataAxis("data", mesh=mesh)))
+    args = put(args, mesh, (P(), P("data"), base))
+    compiled = step.lower(*args).compile()
+    want = jax.jit(jax.value_and_grad(fun))(*jax.device_get(args))
+    return compiled(*args), want, compiled, ga.audit(compiled, mesh).collectives
+
+
+@pytest.mark.grid(3, 8)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"make": ga.value_and_grad},
+        {"kind": AxisType.Explicit},
+        {"make": mean_of},
+        {"make": of_gradient},
+        {"make": in_a_function},
+        {"base": P(None, None, "data")},
+        {"base": P("data")},
+        {"fun": in_python},
+        {"fun": centred},
+    ],
+    ids=lambda its: next(f"{k} {getattr(x, '__name__', x)}" for k, x in its.items()),
+)
+def test_a_frozen_argument_stays_sharded_and_is_gathered_layer_by_layer(options):
+    options = {"fun": adapted, "base": P(None, "data")} | options
+    got, want, compiled, found = of_adapters(**options)
+    assert close(got, want)
+    nbytes = 4 * LAYERS * HIDDEN**2
+    merges = [c for c in found if c.kind == "all-reduce"]
+    gathers = [c for c in found if c.kind == "all-gather"]
+    most = max(c.num_bytes for c in gathers)
+    assert most == nbytes / LAYERS / 4  # of one layer, a device's part
+    unrolls = options["fun"] is in_python
+    if not unrolls or jax.__version_info__ >= (0, 11):  # 0.10 gathers for both passes
+        moved = options["base"] != P(None, "data") and nbytes / 4
+        assert compiled.memory_analysis().temp_size_in_bytes < nbytes / 2 + moved
+    if options["fun"] is not centred:
+        assert [bool(c.loops) for c in merges] == [False]
+        most, least = 2 * K * nbytes / 4, (2 - unrolls) * K * nbytes / 4
+        assert least <= sum(c.total_bytes for c in gathers) <= most
+
+
+def test_a_frozen_argument_on_every_device_is_not_gathered():
+    got, want, _, found = of_adapters(adapted, P())
+    assert close(got, want)
+    assert [(c.kind, bool(c.loops)) for c in found] == [("all-reduce", False)]
+
+
+@pytest.mark.parametrize("make", [ga.value_and_grad, mean_of])
+@pytest.mark.parametrize("use", ["product", "index"])
+def test_who_closes_over_an_array_of_the_mesh_is_told_what_to_do(use, make):
+    mesh = mesh_of(kind=AxisType.Explicit)
+    w, table = put((jnp.eye(3), jnp.ones((7, 3))), mesh, P())
+    batch = {"x": jnp.ones((16, 3)), "id": jnp.zeros(16, int)}
+    fun = lambda w, b: frozen(use)(w, b, table, None)[0]  # noqa: E731
+    step = make(fun, 2, data_axis=ga.DataAxis("data", mesh=mesh))
+    told = ValueError, NotImplementedError, UserWarning  # the last if it goes on
+    with pytest.raises(told) as raised:
+        step(w, put(batch, mesh, P("data")))
+    said = [str(raised.value), *getattr(raised.value, "__notes__", ())]
+    assert any("closes over an array that lies on the mesh" in words for words in said)

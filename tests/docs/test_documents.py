@@ -1,0 +1,177 @@
+"""The README and the pages of docs/: they run, and say what was measured."""
+
+import contextlib
+import io
+import json
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import ga_optax
+
+ROOT = pathlib.Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+# What no test environment has, so a program of it is shown and not run.
+ELSEWHERE_FRAMEWORKS = re.compile(
+    r"^(?:from|import) (?:torch|lightning|keras|maxtext|transformers|accelerate)\b",
+    re.M,
+)
+
+
+README = (ROOT / "README.md").read_text("utf-8")
+TEXTS = {"README.md": README} | {
+    str(path.relative_to(DOCS)): path.read_text("utf-8")
+    for path in sorted(DOCS.rglob("*.md"))
+    if not path.is_relative_to(DOCS / "_build")
+}
+PAGES = {name: text for name, text in TEXTS.items() if "```python" in text}
+
+
+def blocks(text):
+    """`[(language, line, code)]` of the fenced blocks of Python and of output."""
+    found = re.finditer(r"^```(python|text)\n(.*?)^```$", text, re.M | re.S)
+    return [(m[1], text.count("\n", 0, m.start()) + 2, m[2]) for m in found]
+
+
+def run(name, text):
+    """Runs a page; raises where a block does, or where it prints something else."""
+    namespace = {"__name__": "__main__"}
+    printed, waiting = io.StringIO(), ""
+    for language, line, code in blocks(text):
+        if language == "python":
+            # So many lines before it that an error names the line of the page.
+            program = compile("\n" * (line - 1) + code, name, "exec")
+            with contextlib.redirect_stdout(printed):
+                exec(program, namespace)
+            waiting = printed.getvalue()
+        else:
+            assert waiting == code, f"{name}, line {line}, says something else"
+            printed, waiting = io.StringIO(), ""
+    assert waiting == "", f"{name} prints at its end what is not on the page"
+
+
+# The slowest page calls `verify` and L-BFGS several times, which take long to compile.
+@pytest.mark.usefixtures("optax_promotion")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.published] * (name != "README.md"))
+        for name in PAGES
+    ],
+)
+def test_every_block_of_the_page_runs_and_prints_what_it_says(name):
+    run(name, PAGES[name])
+
+
+def test_no_block_of_python_escapes():
+    """Marked as not run is only what needs another framework."""
+    names = {name.removesuffix(".md") for name in PAGES}
+    assert {"get_started", "guide", "migrating", "pitfalls"} <= names
+    assert {"huggingface", "recipes", "switch"} <= names
+    for name, text in PAGES.items():
+        fences = re.findall(r"^ *```+ *(\{code-block\} *)?(py\w*)", text, re.M)
+        run_here = [language for language, *_ in blocks(text) if language == "python"]
+        marked = re.findall(
+            r"^```\{code-block\} python\n:class: norun\n(.*?)^```$", text, re.M | re.S
+        )
+        assert len(fences) == len(run_here) + len(marked), name
+        assert all(ELSEWHERE_FRAMEWORKS.search(code) for code in marked), name
+
+
+def test_every_file_that_a_page_names_exists():
+    pattern = re.compile(r"`((?:examples|tests|ga_optax)/[\w/]+\.\w+)`")
+    names = {name for text in PAGES.values() for name in pattern.findall(text)}
+    assert len(names) >= 2
+    assert [name for name in names if not (ROOT / name).exists()] == []
+
+
+def result(name):
+    return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text("utf-8"))
+
+
+# Rows of the table of figures: what, theirs, ours, the command.
+TABLE = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in re.split("<!-- .*numbers -->", README)[1].splitlines()
+    if line.startswith("|") and " --- " not in line
+][1:]
+
+
+def recorded():
+    """The same numbers, theirs and ours, out of the files that the commands wrote."""
+    step, rows = result("micro_step"), result("any_loss")
+    assert "--optimizers adam" in step["command"]
+    ms = {row["side"]: f"{row['ms']:.0f} ms" for row in reversed(step["rows"])}
+    megabytes, gradients = (
+        next(row for row in result(name)["results"] if row["k"] == 16)[unit]
+        for name, unit in (("memory", "mb"), ("collectives", "over_gradient"))
+    )
+    # Like with like: a loop across calls with a loop, a call with a call.
+    inside = "optax.microbatching", "ga_optax"
+    assert (rows["rows"], rows["num_microbatches"]) == (2048, 8)
+    [contrastive] = [row for row in rows["results"] if row["case"] == "contrastive"]
+    trainers = [result("trainers")["results"][i] for i in (3, 5, 7)]
+    return [
+        [f"{megabytes[way]:.0f} MB" for way in inside],
+        [ms["optax.MultiSteps"], ms["ga apply_gradients"]],
+        [f"{gradients[way]:.2f}" for way in inside],
+        [f"{contrastive['mb'][way]:.0f} MB" for way in ("undivided", "ga_optax")],
+        *(
+            [
+                f"{row['off'][way]:{digits}}, {row['megabytes'][way]:.0f} MB"
+                for way, digits in (("their accumulation", ".0%"), ("ga_optax", ".0e"))
+            ]
+            for row in trainers
+        ),
+    ]
+
+
+def test_the_numbers_in_the_readme_are_those_of_the_benchmarks():
+    rows = [[cell.split(" (")[0] for cell in row[1:3]] for row in TABLE]
+    assert rows == recorded()
+
+
+def test_each_number_in_the_readme_has_its_command():
+    for name, _, _, command in TABLE:
+        script = re.fullmatch(r"`python (\S+\.py)[^`]*`|the same", command)
+        assert script, name
+        assert (ROOT / (script[1] or "")).exists()
+
+
+LAW = "replace `jax.value_and_grad(loss)` by `ga.value_and_grad(loss, 8)`"
+
+
+@pytest.mark.quick
+def test_the_readme_fits_on_two_screens_and_begins_with_the_law():
+    assert README.count("\n") <= 110
+    first = " ".join(README.split("```")[0].lower().split())
+    assert LAW in first
+    assert first.count("pip install") == 1
+    step = re.search(r"@jax.jit\n.*?\n\n", README, re.S)[0]
+    assert len(step.strip().splitlines()) == 5
+    assert "ga.value_and_grad(loss, 8)(params, batch)" in step
+
+
+@pytest.mark.quick
+def test_a_state_prints_in_a_few_lines_wherever_it_is():
+    tx, params = ga_optax.MultiSteps(optax.sgd(1.0), 2), jnp.ones((64, 64))
+    state = tx.init(params)
+    texts = [repr(state), repr(jax.eval_shape(tx.init, params))]
+    jax.eval_shape(lambda state: texts.append(repr(state)), state)
+    jax.tree.map(lambda x: x.delete(), state)
+    for text in (*texts, repr(state)):
+        assert "total=<1 array, 16,384 bytes>" in text
+        assert text.count("\n") <= 6
+    assert "micro_steps=0, " in texts[0]
+    assert "weight=<deleted>" in repr(state)
+
+
+@pytest.mark.quick
+def test_all_is_sorted_and_complete():
+    assert ga_optax.__all__ == sorted(ga_optax.__all__)
+    for name in ga_optax.__all__:
+        assert hasattr(ga_optax, name)

@@ -1,0 +1,93 @@
+"""The benchmarks run, what their files claim holds, the pictures are up to date."""
+
+import importlib
+import pathlib
+import re
+import sys
+
+import pytest
+from helpers import python
+
+pytestmark = pytest.mark.published
+
+pytest.importorskip("matplotlib")
+
+ROOT = pathlib.Path(__file__).parents[2]
+COMMITTED = ROOT / "benchmarks" / "results"
+PICTURES = ROOT / "docs" / "pictures"
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+pictures, record, suite = map(importlib.import_module, ["pictures", "record", "suite"])
+sys.path.remove(str(ROOT / "benchmarks"))
+
+
+def run(script, *arguments, **environment):
+    """What a script of the benchmarks prints; warnings are errors there, too."""
+    command = "-W", "error", f"benchmarks/{script}", *arguments
+    done = python(*command, cwd=ROOT, PYTHONWARNINGS="error", **environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def check_provenance(result):
+    assert result["command"].startswith("python benchmarks/")
+    assert re.match(r"\d{4}-\d\d-\d\d", result["date"])
+    assert result["device"]
+    for name in ("jax", "jaxlib", "optax", "python"):
+        assert re.match(r"\d+\.\d+", result["versions"][name])
+
+
+# By compilers that the suite does without, and by trainers.
+COMPILED = {
+    "accelerators.json": "python benchmarks/accelerators.py --json",
+    "head_compiled.json": "python benchmarks/head.py --targets",
+}
+
+
+# Twelve benchmarks, each in a process of its own, and the pictures.
+def test_the_suite_writes_its_files_draws_them_and_ends_with_one_table(tmp_path):
+    results, drawn = tmp_path / "results", tmp_path / "pictures"
+    said = run("suite.py", "--quick", "--results", results, "--pictures", drawn)
+    assert {path.name for path in results.iterdir()} == set(suite.COMMANDS)
+    for name in suite.COMMANDS:
+        check_provenance(record.read(results / name))
+    for name, (file, _) in pictures.PICTURES.items():
+        if file not in COMPILED:
+            text = (drawn / f"{name}.svg").read_text()
+            assert pictures.digest(results / file) in text
+    rows = suite.rows_of(results)
+    *_, last = said.strip().splitlines()
+    assert len(rows) >= 15
+    assert last.startswith(rows[-1][0])
+    assert re.findall(r"\d+\.\d\d|-", last)[-len(suite.COLUMNS) :] == rows[-1][3:]
+
+
+def test_what_a_change_costs_is_said_by_loss_and_figure(tmp_path):
+    before = tmp_path / "before.json"
+    assert run("compare.py", "--quick", "--json", before) == "2 losses.\n"
+    same = run("compare.py", "--quick", "--to", before)
+    assert same.endswith("2 losses, 0 figures differ.\n")
+    text = before.read_text()
+    before.write_text(text.replace('"forward": 1', '"forward": 2'))
+    assert "value_and_grad: forward" in run("compare.py", "--quick", "--to", before)
+    before.write_text(text.replace('"forward": 1', '"forward": 0'))
+    worse = python("benchmarks/compare.py", "--quick", "--to", before, cwd=ROOT)
+    assert worse.returncode == 1
+    assert "value_and_grad: forward" in worse.stdout
+
+
+def test_the_committed_pictures_were_drawn_from_the_committed_files():
+    assert {p.stem for p in PICTURES.glob("*.svg")} == set(pictures.PICTURES)
+    for name, (file, _) in pictures.PICTURES.items():
+        text = (PICTURES / f"{name}.svg").read_text("utf-8")
+        assert pictures.digest(COMMITTED / file) in text
+        assert len(text) < 150_000
+
+
+# It compiles fifteen programs.
+def test_the_gpu_benchmark_runs_from_end_to_end():
+    said = run("gpu.py", "--tiny", JAX_DISABLE_MOST_OPTIMIZATIONS="1")
+    for title in ("Peak", "Tokens a second", "A micro-step", "Kernels"):
+        assert title in said
+    [planned] = re.findall(r"^ga_optax +- +([\d,]+) +[\d,]+$", said, re.M)
+    assert int(planned.replace(",", "")) > 0

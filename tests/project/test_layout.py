@@ -1,0 +1,221 @@
+"""The folders of the package: who imports whom, and how large things are.
+
+    python tests/project/test_layout.py    # lines by folder, and the longest functions
+
+A line of code is one with a token of Python outside comments and docstrings.
+"""
+
+import ast
+import collections
+import graphlib
+import io
+import pathlib
+import tokenize
+
+import pytest
+
+import ga_optax
+
+ROOT = pathlib.Path(__file__).parents[2]
+PACKAGE = ROOT / "ga_optax"
+
+# What each folder may import, beside itself. The files at the root are folders of one.
+LEAVES = {"_checks", "_text", "accumulator", "config"}
+MAY_IMPORT = {
+    "_checks": {"_text"},
+    "_text": set(),
+    "accumulator": {"_checks"},
+    "config": set(),
+    "data": LEAVES,
+    "_devices": LEAVES,
+    "_passes": LEAVES | {"_devices"},
+    "_partition": {"_passes"},
+    "_loop": LEAVES | {"_devices", "_passes"},
+    "_window": LEAVES | {"_devices", "_passes", "_partition", "_loop"},
+    "_calls": LEAVES | {"_devices", "_passes", "_partition", "_loop", "_window"},
+    "_across": LEAVES | {"_devices"},
+    "_compiled": LEAVES | {"_passes"},
+    "_verify": LEAVES | {"_devices", "_passes", "_partition", "_calls"},
+    "blocks": LEAVES,
+}
+TOP = {"__init__", "flax", "testing"}  # may import all of these, and ours
+
+MOST_FILES, MOST_LINES, MOST_ARGUMENTS = 12, 50, 5
+
+
+# -- Reading ---------------------------------------------------------------------------
+
+
+def modules():
+    """The text of each module, by its name without `ga_optax.`."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        found[name.removesuffix(".__init__")] = path.read_text(encoding="utf-8")
+    return found
+
+
+def imports(tree, names):
+    """The modules of ours that one imports, those inside of functions included."""
+    wanted = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import():
+                wanted += [alias.name for alias in node.names]
+            case ast.ImportFrom():
+                assert node.level == 0, "imports are absolute"
+                wanted += [f"{node.module}.{alias.name}" for alias in node.names]
+            case ast.Call(args=[ast.Constant(str(name)), *_]):
+                if ast.unparse(node.func).endswith("import_module"):
+                    wanted.append(name)
+    found = set()
+    for name in wanted:
+        package, _, name = name.partition(".")
+        while name and name not in names:  # a name of a module: its module
+            name = name.rpartition(".")[0]
+        if package == "ga_optax":
+            found.add(name or "__init__")
+    return found
+
+
+def graph():
+    """What each module imports of ours."""
+    found = modules()
+    return {
+        name: imports(ast.parse(text), found) - {name} for name, text in found.items()
+    }
+
+
+def folder(name):
+    """The folder of a module, or the module itself if it is at the root."""
+    return name.partition(".")[0]
+
+
+def functions(tree, prefix=""):
+    """`[(qualified name, node)]` of all functions, nested ones too."""
+    for node in ast.iter_child_nodes(tree):
+        named = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
+        name = f"{prefix}.{node.name}" if named else prefix
+        if named and not isinstance(node, ast.ClassDef):
+            yield name, node
+        yield from functions(node, name)
+
+
+def arguments(node):
+    """How many arguments a function takes by position or by keyword, but for self."""
+    names = [a.arg for a in node.args.posonlyargs + node.args.args]
+    return len(names) + len(node.args.kwonlyargs) - (names[:1] in (["self"], ["cls"]))
+
+
+def is_private(module, name):
+    """Whether only we call it: it or its module begins with an underscore.
+
+    Those that `ga_optax` exports are public wherever they are, with all their options.
+    """
+    last = name.rpartition(".")[2]
+    if last.startswith("__"):
+        return False
+    open_to_users = "blocks._select", "flax._modules", "flax._states"
+    exported = last in ga_optax.__all__ or module in open_to_users
+    return last.startswith("_") or ("._" in f".{module}" and not exported)
+
+
+def code_lines(text):
+    """The numbers of the lines with a token outside of comments and docstrings."""
+    names = ["COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER"]
+    skip = [getattr(tokenize, name) for name in names]
+    tree, lines = ast.parse(text), set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in skip:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(tree):
+        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        if documented and ast.get_docstring(node) is not None:
+            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return lines
+
+
+def measured():
+    """`(lines of code by folder, of functions, arguments of private functions)`."""
+    total, lengths, counts = collections.Counter(), {}, {}
+    for module, text in modules().items():
+        lines = code_lines(text)
+        total[folder(module)] += len(lines)
+        for name, node in functions(ast.parse(text)):
+            inside = range(node.lineno, node.end_lineno + 1)
+            lengths[module + name] = len(lines & set(inside))
+            if is_private(module, name):
+                counts[module + name] = arguments(node)
+    return total, lengths, counts
+
+
+def main():
+    """Prints what the tests below look at."""
+    total, lengths, counts = measured()
+    for name, count in total.items():
+        print(f"{count:7,}  {name}")
+    print(f"{sum(total.values()):7,}  lines of code")
+    kinds = ("lines", lengths, MOST_LINES), ("arguments", counts, MOST_ARGUMENTS)
+    for what, of, most in kinds:
+        for name, count in sorted(of.items(), key=lambda item: -item[1]):
+            if count > most:
+                print(f"{count:7,}  {what}: {name}")
+
+
+# -- Who imports whom ------------------------------------------------------------------
+
+
+@pytest.mark.quick
+def test_imports_between_folders_point_one_way():
+    edges = graph()
+    known = set(MAY_IMPORT) | TOP
+    assert {folder(name) for name in edges} <= known, "a folder that the table lacks"
+    forbidden = [
+        (name, other)
+        for name, others in edges.items()
+        for other in others
+        if folder(name) not in TOP
+        and folder(other) not in MAY_IMPORT[folder(name)] | {folder(name)}
+    ]
+    assert forbidden == []
+    order = graphlib.TopologicalSorter(MAY_IMPORT).static_order()
+    assert {*order} == {*MAY_IMPORT}  # and the table itself has no cycle
+
+    # No modules import each other in a cycle. A package stands for its modules where
+    # one of them is imported by its name.
+    edges = {name: others - {"__init__"} for name, others in edges.items()}
+    graphlib.TopologicalSorter(edges).prepare()
+
+
+def test_imports_stand_at_the_top():
+    inside = [
+        (module, name)
+        for module, text in modules().items()
+        for name, node in functions(ast.parse(text))
+        for x in ast.walk(node)
+        if isinstance(x, ast.Import | ast.ImportFrom)
+    ]
+    assert inside == []
+
+
+def test_the_tables_for_contributors_name_every_folder():
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    for page in ("CONTRIBUTING.md", "docs/design.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        for name in folders:
+            assert f"{name}/" in text, (page, name)
+
+
+# -- How large -------------------------------------------------------------------------
+
+
+def test_the_root_is_small_no_function_long_and_no_private_one_takes_much():
+    assert len(list(PACKAGE.glob("*.py"))) <= MOST_FILES
+    total, lengths, counts = measured()
+    assert {name for name, count in lengths.items() if count > MOST_LINES} == set()
+    assert {name for name, count in counts.items() if count > MOST_ARGUMENTS} == set()
+    assert sum(total.values()) > 5_000
+
+
+if __name__ == "__main__":
+    main()

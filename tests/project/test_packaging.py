@@ -1,0 +1,196 @@
+"""What is published works by itself: built, installed elsewhere, its source gone."""
+
+import importlib.metadata
+import pathlib
+import re
+import shutil
+import sys
+import tarfile
+import zipfile
+from typing import NamedTuple
+
+import helpers
+import pytest
+
+import ga_optax
+
+ROOT = pathlib.Path(__file__).parents[2]
+# A few of every kind: numbers, errors, other transformations, what a step compiles to.
+SELECTED = "accumulator", "audit", "refused", "multi_steps_composition"
+published = pytest.mark.published
+
+
+class Installed(NamedTuple):
+    in_sdist: set[str]
+    in_wheel: set[str]
+    site: pathlib.Path  # where the wheel is installed, and nothing else
+    source: pathlib.Path  # the unpacked sdist, without the package
+
+
+def succeed(*args, cwd, site=""):
+    """What Python says elsewhere, with `site` before whatever else is installed."""
+    run = helpers.python(*args, cwd=cwd, PYTHONPATH=str(site))
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The wheel, built from the sdist; then the sdist's own package is deleted."""
+    pytest.importorskip("hatchling", reason="it builds: the dependency group `dev`")
+    tmp = tmp_path_factory.mktemp("packaging")
+    dist, site = tmp / "dist", tmp / "site"
+    succeed("-m", "hatchling", "build", "-t", "sdist", "-d", dist, cwd=ROOT)
+    [archive] = dist.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        in_sdist = {name.partition("/")[2] for name in tar.getnames()}
+        tar.extractall(tmp, filter="data")
+    source = tmp / archive.name.removesuffix(".tar.gz")
+    succeed("-m", "hatchling", "build", "-t", "wheel", "-d", dist, cwd=source)
+    [wheel] = dist.glob("*.whl")
+    install = ("install", "--no-deps", "--no-index", "--target", site, wheel)
+    succeed("-m", "pip", *install, cwd=tmp)
+    shutil.rmtree(source / "ga_optax")
+    with zipfile.ZipFile(wheel) as names:
+        return Installed(in_sdist, set(names.namelist()), site, source)
+
+
+@published
+def test_the_wheel_holds_every_module_the_type_marker_and_no_test(installed):
+    package = {
+        path.relative_to(ROOT).as_posix() for path in (ROOT / "ga_optax").rglob("*.py")
+    }
+    assert len(package) > 10
+    rest = installed.in_wheel - package - {"ga_optax/py.typed"}
+    assert package | {"ga_optax/py.typed"} <= installed.in_wheel
+    assert {name.split("/")[0] for name in rest} == {"ga_optax-0.1.0.dist-info"}
+    assert any(name.endswith("/LICENSE") for name in rest)
+
+
+@published
+def test_the_sdist_holds_what_a_reader_and_a_tester_need(installed):
+    due = {"LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile"}
+    due |= {"CITATION.cff", "SECURITY.md"}
+    folders = "tests", "examples", "benchmarks", "docs", "notebooks", "release"
+    due |= {
+        str(path.relative_to(ROOT))
+        for folder in (*folders, ".github")
+        for path in (ROOT / folder).rglob("*.*")
+        if path.suffix in (".py", ".md", ".ipynb", ".json", ".yml")
+        and not {"_build", ".ipynb_checkpoints"} & set(path.parts)
+    }
+    assert due - installed.in_sdist == set()
+
+
+@published
+def test_at_run_time_it_requires_jax_and_optax_alone(installed):
+    [found] = importlib.metadata.distributions(path=[str(installed.site)])
+    always = [r for r in found.requires or () if "extra ==" not in r]
+    assert sorted(re.split(r"[^\w-]", r)[0] for r in always) == ["jax", "optax"]
+    extras = " ".join(sorted(found.metadata.get_all("Provides-Extra") or ()))
+    assert extras == "cuda12 cuda13 flax target-gpu target-tpu testing"
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"\n## {found.version} " in changelog
+
+
+@published
+def test_it_imports_nothing_but_jax_and_optax_and_needs_no_flax_or_chex(installed):
+    program = """
+import importlib, pkgutil, sys
+import optax
+
+before = set(sys.modules)
+import ga_optax
+
+new = {name: name.split(".")[0] for name in set(sys.modules) - before}
+print(*sorted(set(new.values())))
+for name, package in new.items():
+    if package == "ga_optax":
+        del sys.modules[name]
+sys.modules["flax"] = sys.modules["chex"] = None
+import ga_optax
+
+for _, name, _ in pkgutil.iter_modules(ga_optax.__path__):
+    try:
+        importlib.import_module("ga_optax." + name)
+    except ImportError:
+        print("needs more:", name)
+for name in ga_optax.__all__:
+    getattr(ga_optax, name)
+print(ga_optax.__file__)
+"""
+    site = installed.site
+    said = succeed("-c", program, cwd=installed.source, site=site).splitlines()
+    assert said[:-1] == ["ga_optax jax", "needs more: flax", "needs more: testing"]
+    assert said[-1] == str(site / "ga_optax" / "__init__.py")
+
+
+# It takes more than ten seconds: a hundred tests, in a process that starts JAX.
+@published
+def test_tests_pass_against_the_wheel_with_its_source_gone(installed):
+    tests = [f"tests/test_{name}.py" for name in SELECTED]
+    command = "-m", "pytest", "-q", "-x", "-m", "not fuzz", *tests
+    printed = succeed(*command, cwd=installed.source, site=installed.site)
+    assert re.search(r"\b\d\d+ passed", printed)
+
+
+def type_check(program, site):
+    pytest.importorskip("pyrefly", reason="types are checked with pyrefly")
+    command = "-m", "pyrefly", "check", "--output-format", "min-text"
+    places = "--python-interpreter-path", sys.executable, "--site-package-path", site
+    return helpers.python(*command, *places, program, cwd=site, PYTHONPATH="")
+
+
+@published
+def test_types_pass_in_a_users_program_which_runs_and_every_mistake_is_found(installed):
+    programs = installed.source / "tests" / "typing"
+    right, wrong = programs / "user_program.py", programs / "wrong_program.py"
+    run = type_check(right, installed.site)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "0 errors" in run.stdout + run.stderr
+    assert succeed(right, cwd=installed.source, site=installed.site)
+    lines = wrong.read_text(encoding="utf-8").splitlines()  # the twin
+    marked = {n for n, line in enumerate(lines, 1) if "# wrong:" in line}
+    assert len(marked) > 10
+    run = type_check(wrong, installed.site)
+    assert run.returncode == 1
+    found = re.findall(r"wrong_program\.py:(\d+):", run.stdout + run.stderr)
+    assert set(map(int, found)) == marked
+
+
+def test_the_changelog_names_every_public_name():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    for name in ga_optax.__all__:
+        assert re.search(rf"`[^`]*\b{name}\b[^`]*`", text), name
+
+
+WORKFLOWS = ROOT / ".github" / "workflows"
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+TARGETS = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.M))
+
+
+def test_workflows_parse_and_call_make_targets_that_exist():
+    yaml = pytest.importorskip("yaml")
+    texts = [path.read_text(encoding="utf-8") for path in WORKFLOWS.glob("*.yml")]
+    called = set(re.findall(r"^ *(?:- run: )?make ([a-z-]+)", "\n".join(texts), re.M))
+    assert {"docs", "lint", "oldest", "pytest", "release-check"} <= called <= TARGETS
+    flows = list(map(yaml.safe_load, texts))
+    for flow in flows:
+        assert flow["permissions"] == {"contents": "read"}
+    for job in (job for flow in flows for job in flow["jobs"].values()):
+        actions = {step["uses"] for step in job["steps"] if "uses" in step}
+        # Only the job that publishes may prove who it is, and it builds nothing.
+        publishes = "pypa/gh-action-pypi-publish@release/v1" in actions
+        rights = {"id-token": "write"} if publishes else None
+        assert job.get("permissions") == rights
+        assert not (publishes and any("run" in step for step in job["steps"]))
+        for action in actions - {"pypa/gh-action-pypi-publish@release/v1"}:
+            assert re.fullmatch(r"actions/[a-z-]+@v\d+", action)
+
+
+def test_documents_name_make_targets_that_exist():
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        named = set(re.findall(r"(?:^ {4}|`)make ([a-z-]+)", text, re.M))
+        assert named
+        assert named <= TARGETS

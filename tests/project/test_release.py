@@ -1,0 +1,79 @@
+"""The address of the repository is in one place, and what is published is checked."""
+
+import email.message
+import pathlib
+import re
+import shutil
+
+import helpers
+import pytest
+
+pytest.importorskip("hatchling")
+
+ROOT = pathlib.Path(__file__).parents[2]
+address = helpers.load(ROOT / "release" / "address.py")
+check = helpers.load(ROOT / "release" / "check.py")
+
+HERE = address.read()
+EMPTY = HERE._replace(address="")
+SOMEWHERE = HERE._replace(address="https://github.com/someone/something")
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A copy of what a release writes to, with an address to be filled in."""
+    for name in ("README.md", "CITATION.cff", "CHANGELOG.md", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("docs", "notebooks"):
+        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True)
+
+    def fill(value):
+        path = tmp_path / "pyproject.toml"
+        text = path.read_text(encoding="utf-8")
+        text = re.sub(r'^address = ".*"', f'address = "{value}"', text, flags=re.M)
+        path.write_text(text, encoding="utf-8")
+        return tmp_path
+
+    return fill
+
+
+def write(files):
+    for path, text in files.items():
+        path.write_text(text, encoding="utf-8")
+
+
+def test_every_file_has_what_follows_from_the_address():
+    assert address.stale() == []
+
+
+def test_a_new_address_reaches_every_file_and_an_empty_one_leaves_no_trace(checkout):
+    root = checkout(SOMEWHERE.address)
+    before = address.stamped(EMPTY, root)
+    write(before)
+    write(address.stamped(SOMEWHERE, root))
+    assert address.stale(root) == []
+    for path, text in before.items():
+        filled = path.read_text(encoding="utf-8")
+        assert filled != text, path
+        assert SOMEWHERE.address not in text
+    write(address.stamped(EMPTY, root))
+    assert {path: path.read_text(encoding="utf-8") for path in before} == before
+
+
+def test_on_a_package_index_every_link_of_the_readme_is_absolute_and_leads_to_a_file():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    published = address.with_absolute_links(text, SOMEWHERE)
+    message = email.message.Message()
+    message["Version"] = HERE.version
+    for name, url in address.project_urls(SOMEWHERE).items():
+        message["Project-URL"] = f"{name}, {url}"
+    message.set_payload(published)
+    assert check.wrong_metadata(message.as_string(), SOMEWHERE) == []
+    tagged = f"{SOMEWHERE.address}/(?:blob|raw)/v{HERE.version}/(.*)"
+    found = [re.fullmatch(tagged, link) for link in address.links(published)]
+    paths = [match[1].partition("#")[0] for match in found if match]
+    assert len(paths) > 5
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    pictures = [link for link in address.links(published) if link.endswith(".svg")]
+    assert pictures
+    assert all("/raw/" in link for link in pictures)

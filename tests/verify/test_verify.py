@@ -1,0 +1,664 @@
+"""`verify` against losses whose right answer is known, one small model each."""
+
+import dataclasses
+import pathlib
+import re
+import sys
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import leaves_of, mean_of, mesh_of, put
+from helpers import normal as draw
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import ga_optax as ga
+from ga_optax import Cause, testing
+
+BENCHMARKS = str(pathlib.Path(__file__).parents[2] / "benchmarks")
+sys.path.insert(0, BENCHMARKS)
+import verify_rates  # noqa: E402
+
+sys.path.remove(BENCHMARKS)
+
+# The programs are small, and compile far longer than they run.
+pytestmark = pytest.mark.usefixtures("fast_compilation")
+
+K = 4
+KEY = jax.random.key(0)
+PARAMS = {"w": draw(5, seed=1), "b": draw(seed=2)}
+BATCH = {"x": draw(16, 5, seed=3), "y": draw(16, seed=4)}
+
+
+def token_batch(counts, length=8, seed=5):
+    """One row a micro-batch or more, so that micro-batch i keeps counts[i] tokens."""
+    rows = 4 * len(counts)
+    mask = np.zeros((len(counts), 4 * length), np.float32)
+    for row, count in zip(mask, counts, strict=True):
+        row[np.random.default_rng(count).permutation(4 * length)[:count]] = 1
+    return {
+        "x": draw(rows, length, 5, seed=seed),
+        "y": draw(rows, length, seed=seed + 1),
+        "mask": jnp.asarray(mask.reshape(rows, length)),
+    }
+
+
+def counted(*counts):
+    """The options of a case with so many tokens in its micro-batches."""
+    return {"batch": token_batch(counts), "k": len(counts), "weights": counts}
+
+
+class Case(NamedTuple):
+    """A loss and its answer.
+
+    Attributes:
+      said: parts of the page, with " | " between.
+      weights: of the micro-batches, in proportion.
+      right: whether it is the same gradient with the `weight_fn` that the page names,
+        or with this one.
+      line: what rows need of each other, on the lines of the loss.
+    """
+
+    loss: Any
+    said: str = ""
+    params: Any = PARAMS
+    batch: Any = BATCH
+    k: int = K
+    options: Any = {}  # noqa: RUF012
+    weights: Any = None
+    right: Any = None
+    line: str = ""
+
+
+# -- Losses ----------------------------------------------------------------------------
+
+
+def errors(params, batch):
+    return jnp.tanh(batch["x"] @ params["w"] + params["b"]) - batch["y"]
+
+
+def mean_loss(params, batch):
+    return jnp.mean(errors(params, batch) ** 2)
+
+
+def sum_loss(params, batch):
+    return jnp.sum(errors(params, batch) ** 2)
+
+
+def token_loss(params, batch):
+    """A mean over the tokens that the mask keeps; 0 where it keeps none."""
+    squares = errors(params, batch) ** 2
+    return jnp.sum(squares * batch["mask"]) / jnp.maximum(jnp.sum(batch["mask"]), 1.0)
+
+
+def unguarded(params, batch):
+    """NaN where the mask keeps none."""
+    squares = errors(params, batch) ** 2
+    return jnp.sum(squares * batch["mask"]) / jnp.sum(batch["mask"])
+
+
+def count_tokens(batch):
+    return batch["mask"].sum()
+
+
+def masked(params, batch):
+    """With a mask of any dtype."""
+    return token_loss(params, batch | {"mask": batch["mask"].astype("float32")})
+
+
+def hidden_mask(params, batch):
+    """Of a network in bfloat16, as training has it; the mask is not in the batch."""
+    x, w, v = (y.astype("bfloat16") for y in (batch["x"], params["w"], params["v"]))
+    out = jnp.einsum("...i,i->...", jnp.tanh(x @ w), v).astype("float32")
+    mask = HIDDEN[batch["id"]]
+    return jnp.sum((out - batch["y"]) ** 2 * mask) / jnp.maximum(jnp.sum(mask), 1.0)
+
+
+def exponential(params, batch):
+    weight = jnp.exp(batch["y"])
+    return jnp.sum(weight * errors(params, batch) ** 2) / jnp.sum(weight)
+
+
+def normalised(params, batch):
+    """Batch normalisation in training mode, with its new statistics as aux."""
+    h = batch["x"] @ params["w"]
+    mean, var = jnp.mean(h, axis=0), jnp.var(h, axis=0)
+    h = (h - mean[None]) / jnp.sqrt(var + 1e-5)[None] * params["scale"][None]
+    loss = jnp.mean((jnp.tanh(h) @ params["v"] - batch["y"]) ** 2)
+    return loss, {"mean": mean, "var": var}
+
+
+def contrastive(params, batch):
+    h = batch["x"] @ params["w"]
+    return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(h[:, :2] @ h[:, 1:].T)))
+
+
+def first_half(batch):
+    return jax.tree.map(lambda x: x[: len(x) // 2], batch)
+
+
+def root(params, batch):
+    """Its weights depend on the parameters, so no count of the batch can give them."""
+    return jnp.sqrt(mean_loss(params, batch))
+
+
+def spread_of_one(w, batch):
+    """With k weights for one equation, some weights always fit at the parameters."""
+    h = w * batch["y"]
+    return jnp.mean(h**2) / (1 + jnp.var(batch["y"])) + jnp.std(jnp.sin(h))
+
+
+def differences(params, batch, keep=lambda h: h):
+    h = keep(jnp.tanh(errors(params, batch)))
+    return jnp.mean((h[1:] - h[:-1]) ** 2)
+
+
+def dropout(params, batch, key=KEY):
+    keep = jax.random.bernoulli(key, 0.5, batch["x"].shape)
+    return jnp.mean((jnp.where(keep, batch["x"], 0) @ params["w"] - batch["y"]) ** 2)
+
+
+def dropout_of_each(params, batch):
+    def of_row(x, y, key):
+        return dropout(params, {"x": x[None], "y": y}, key)
+
+    return jnp.mean(jax.vmap(of_row)(batch["x"], batch["y"], batch["key"]))
+
+
+RANDOM = np.random.default_rng(0)
+
+
+def not_of_jax(params, batch):
+    return mean_loss(params, batch) * float(RANDOM.uniform(0.5, 1.0))
+
+
+def recurrent(params, batch):
+    """Over [time, batch, size], with a mask over [time, batch]."""
+
+    def step(h, x):
+        h = jnp.tanh(h @ params["w"] + x)
+        return h, h
+
+    x = batch["x"]
+    _, hidden = jax.lax.scan(step, jnp.zeros_like(x[0]), x)
+    weights = batch.get("mask", jnp.ones_like(x[..., 0]))
+    return jnp.sum(weights * (hidden @ params["v"]) ** 2) / jnp.sum(weights)
+
+
+def by_position(params, batch):
+    rows = jnp.arange(len(batch["y"]), dtype=batch["y"].dtype)
+    return jnp.mean(rows * errors(params, batch) ** 2) / jnp.mean(batch["w"])
+
+
+@jax.custom_jvp
+def foreign_tanh(x):
+    """Code for float32 that JAX cannot see into."""
+    return jax.pure_callback(np.tanh, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+@foreign_tanh.defjvp
+def foreign_tanh_jvp(primals, tangents):
+    y = foreign_tanh(*primals)
+    return y, tangents[0] * (1 - y**2)
+
+
+def foreign(params, batch):
+    return (foreign_tanh(batch["x"] @ params["w"]) - batch["y"]) ** 2
+
+
+def narrow(params, batch):
+    """Every kind of equation of a row, in bfloat16."""
+
+    def cast(x):
+        return x.astype(jnp.bfloat16)
+
+    @jax.custom_vjp
+    def ruled(x):
+        return jnp.sin(cast(x))
+
+    ruled.defvjp(lambda x: (ruled(x), x), lambda x, g: (g * jnp.cos(cast(x)),))
+
+    @jax.checkpoint
+    def layer(h, _):
+        return jnp.tanh(cast(h) @ cast(params["m"])), None
+
+    def of_row(x):
+        h = jax.lax.scan(layer, cast(x), None, 2)[0]
+        h = jax.lax.cond(h[0] > -9, lambda h: 2 * h, lambda h: h, ruled(h))
+        h = jax.lax.fori_loop(0, 3, lambda i, h: h * cast(h), jnp.sort(h))
+        return jnp.sum(jnp.abs(jnp.fft.fft(h.astype(jnp.float32))))
+
+    return jnp.mean(jax.vmap(of_row)(batch["x"]))
+
+
+# -- The table -------------------------------------------------------------------------
+
+COUNTS = 10, 21, 20, 29
+COUNTED = counted(*COUNTS)
+TOKENS = COUNTED["batch"]
+HIDDEN = TOKENS["mask"]
+MASK = {"options": {"weight_fn": count_tokens}}
+KEYED = {"options": {"rng": KEY}}
+ONE = {"params": jnp.float32(0.3)}
+TIME = {"params": {"w": draw(3, 3), "v": draw(3)}}
+TIMES = {"x": draw(8, 6, 3)}
+LENGTHS = (jnp.arange(8)[:, None] < jnp.arange(6)[None] + 3).astype(jnp.float32)
+LIVE = jnp.repeat(jnp.arange(20) < 8, 8).reshape(20, 8)
+LONG = token_batch([289, 301, 311, 0], length=100)
+
+# The cases of each cause, by name.
+CASES = {}
+CASES[Cause.ROUNDING] = {
+    "complex": Case(
+        lambda p, b: jnp.mean(jnp.abs(b["x"].astype(p.dtype) @ p) ** 2),
+        params=jax.lax.complex(draw(5), draw(5, seed=1)),
+    ),
+    "few digits": Case(
+        lambda p, b: jnp.mean(b["x"] @ p),  # terms of 1e8 cancel in each micro-batch
+        "more than half of the digits | wider dtype",
+        params=jnp.ones(3),
+        batch={"x": jnp.tile(jnp.array([[1e8], [1], [-1e8], [1]]), (4, 3))},
+    ),
+    "another value": Case(
+        lambda p, b: mean_loss(p, b) + jax.lax.stop_gradient(jnp.var(b["y"])),
+        "The gradients agree, but the loss does not",
+    ),
+    "aux of any kind": Case(
+        lambda p, b: (mean_loss(p, b), {"name": "no array", "key": KEY}),
+        options={"has_aux": True},
+    ),
+    "right weights": Case(token_loss, batch=token_batch([10, 0, 20, 29]), **MASK),
+    "a key for each example": Case(
+        dropout_of_each, batch=BATCH | {"key": jax.random.split(KEY, 16)}
+    ),
+    "foreign code": Case(lambda p, b: foreign(p, b).mean()),
+    "bfloat16": Case(narrow, params={"m": draw(5, 5).astype(jnp.bfloat16)}),
+}
+
+CASES[Cause.EQUAL] = {
+    "zero": Case(
+        lambda p, b: jnp.mean(jnp.maximum(b["x"] @ p["w"] - 1e3, 0.0)), "exactly zero"
+    ),
+    "one micro-batch": Case(mean_loss, k=1),
+}
+
+CASES[Cause.SCALE] = {
+    "a sum": Case(
+        sum_loss, "4 times too small | jnp.mean | use_grad_mean=False", weights=[1] * 4
+    ),
+    "a sum beside weights": Case(
+        lambda p, b: jnp.sum(errors(p, b) ** 2 * b["mask"]),
+        "weighs the micro-batches as 10 : 21 : 20 : 29 | make the loss a mean over",
+        batch=TOKENS,
+        **MASK,
+    ),
+    "divided by k": Case(
+        lambda p, b: mean_loss(p, b) / (16 // len(b["y"])),
+        "nor by the number of micro-batches",
+    ),
+    "a penalty": Case(
+        lambda p, b: sum_loss(p, b) + 0.1 * jnp.sum(p["w"] ** 2),
+        "penalty | plus the penalty as it is",
+    ),
+    "foreign code": Case(
+        lambda p, b: foreign(p, b).sum(), "calls code that computes in float32"
+    ),
+}
+
+SUM = "lambda batch: batch['mask'].sum()"
+AT_LINE = f"{SUM} | test_verify.py:"
+CASES[Cause.WEIGHTS] = {
+    "tokens": Case(token_loss, AT_LINE, right=True, **COUNTED),
+    "a shifted mask": Case(
+        lambda p, b: masked(p, jax.tree.map(lambda x: x[:, 1:], b)),
+        "lambda batch: batch['mask'][:, 1:].sum()",
+        batch={**TOKENS, "mask": HIDDEN > 0},
+        right=True,
+    ),
+    "a mask in bfloat16": Case(
+        masked,  # which counts one by one no further than 256
+        "lambda batch: batch['mask'].sum(dtype='float32')",
+        batch={**LONG, "mask": LONG["mask"].astype(jnp.bfloat16)},
+        weights=[289, 301, 311, 0],
+        right=True,
+    ),
+    "hidden from the batch": Case(
+        hidden_mask,
+        "must count as 10 : 21 : 20 : 29 or a multiple | the number your loss divides",
+        batch={"x": TOKENS["x"], "y": TOKENS["y"], "id": jnp.arange(16)},
+        params={"w": draw(5, 32) / 2, "v": draw(32) / 6},
+        weights=COUNTS,
+    ),
+    "fractions": Case(
+        exponential,
+        "returns the number your loss divides by",
+        weights=np.exp(BATCH["y"]).reshape(K, -1).sum(1),
+        right=lambda batch: jnp.exp(batch["y"]).sum(),
+    ),
+    "two counts": Case(
+        lambda p, b: token_loss(p, b) / jnp.sum(b["live"]),
+        "times too large: the loss is also divided by",
+        batch={**TOKENS, "live": jnp.arange(1.0, 17)},
+        weights=COUNTS * np.array([10, 26, 42, 58]),
+    ),
+    "the wrong weight_fn": Case(
+        token_loss,
+        "10 : 21 : 20 : 29",
+        options={"weight_fn": lambda batch: (1 - batch["mask"]).sum()},
+        **COUNTED,
+    ),
+    "beside a mean": Case(
+        mean_loss,
+        "each by itself: leave weight_fn out",
+        weights=[1] * K,
+        options={"weight_fn": lambda batch: jnp.exp(batch["y"]).sum()},
+    ),
+    "in no gradient": Case(
+        lambda p, b: unguarded(p, b | {"y": jnp.where(b["live"], b["y"], 0)}),
+        batch={**token_batch([10, 21, 5, 4, 8]), "live": LIVE},
+        k=5,
+        weights=[10, 21, 5, 4, 8],
+        right=count_tokens,
+    ),
+    "foreign code": Case(
+        lambda p, b: (
+            jnp.where(b["mask"], foreign(p, b), 0).sum() / b["mask"].sum().astype("f4")
+        ),
+        f"{SUM} | Nothing is known of pure_callback",
+        batch=BATCH | {"mask": jnp.arange(16) % 7 < 3},
+        right=True,
+    ),
+}
+
+CASES[Cause.CROSS_EXAMPLE] = {
+    "statistics": Case(
+        normalised,
+        "What to do Call ga_optax.value_and_grad(loss, 4) | no weight_fn can fix it",
+        params={"w": draw(5, 6), "scale": draw(6, seed=1), "v": draw(6, seed=2)},
+        options={"has_aux": True},
+        line="a sum over rows",
+    ),
+    "contrastive": Case(contrastive, params={"w": draw(5, 3)}, line="all rows"),
+    # `jnp.std` is jitted, and knows nothing of its caller.
+    "deviation": Case(
+        lambda p, b: jnp.std(jax.checkpoint(errors)(p, b)), line="a sum over rows"
+    ),
+    "root": Case(root, "train on the mean itself", line="a sum over rows"),
+    "a small term": Case(lambda p, b: mean_loss(p, b) + 1e-5 * jnp.std(errors(p, b))),
+    "one parameter": Case(spread_of_one, k=8, **ONE),
+    "neighbours": Case(differences, "into one row"),
+    "first half": Case(lambda p, b: mean_loss(p, first_half(b)), "weight 0"),
+    "no right axis": Case(
+        lambda p, b: jnp.sqrt(recurrent(p, b)),
+        "[batch, time, ...]",
+        batch=TIMES,
+        **TIME,
+    ),
+    "in bfloat16": Case(
+        lambda p, b: narrow(p, b) + 1e-4 * jnp.std(b["x"] @ p["m"].astype(jnp.float32)),
+        params={"m": draw(5, 5).astype(jnp.bfloat16)},
+    ),
+    "foreign code": Case(
+        lambda p, b: jnp.std(foreign(p, b)), "the cause follows from numbers alone"
+    ),
+}
+
+CASES[Cause.UNDETERMINED] = {
+    "foreign code, a small term": Case(
+        lambda p, b: foreign(p, b).mean() + 1e-5 * jnp.std(b["x"] @ p["w"]),
+        "may be the rounding of float32",
+    ),
+}
+
+CASES[Cause.RANDOMNESS] = {
+    "dropout": Case(dropout, "dropout | jax.random.split(key, batch_size)", **KEYED),
+    "a key that is closed over": Case(dropout, "for the whole batch at once"),
+    "not of JAX": Case(not_of_jax, "Traced a second time"),
+    "by position": Case(by_position, "own row", batch=BATCH | {"w": jnp.ones(16)}),
+    "neighbours and dropout": Case(
+        lambda p, b: differences(
+            p, b, lambda h: jnp.where(jax.random.bernoulli(KEY, 0.5, h.shape), h, 0)
+        ),
+        "second cause may be hidden",
+    ),
+}
+
+CASES[Cause.AXIS] = {
+    "along time": Case(recurrent, "batch_axes=1", batch=TIMES, **TIME),
+    "along time, with weights": Case(
+        recurrent,
+        "batch_axes=1 | weights are wrong",
+        batch={**TIMES, "mask": LENGTHS},
+        **TIME,
+    ),
+}
+
+CASES[Cause.NOT_FINITE] = {
+    "NaN": Case(
+        mean_loss,
+        "micro-batch 2 (rows 8 to 11), leaf ['b'] | nan | debug_nans",
+        batch=BATCH | {"x": BATCH["x"].at[9, 2].set(jnp.nan)},
+    ),
+    "no token": Case(
+        unguarded,
+        "micro-batch 1 (rows 4 to 7) | 0 / 0 | jnp.maximum(count, 1)",
+        batch=token_batch([5, 0, 3, 9]),
+        right=count_tokens,  # which leaves it out, whatever it holds
+    ),
+    "NaN behind one of weight 0": Case(
+        unguarded,
+        "micro-batch 2 (rows 8 to 11)",
+        batch=token_batch([0, 5, 3, 9]) | {"x": TOKENS["x"].at[9].set(jnp.inf)},
+        **MASK,
+    ),
+    "an overflow": Case(
+        lambda p, b: jnp.mean((b["x"].astype(p.dtype) @ p) ** 2) * 1000,
+        "too large for the dtype",
+        params=draw(5).astype(jnp.float16) * 100,
+    ),
+}
+
+
+def ask(case, **options):
+    given = case.params, case.batch, case.k
+    return ga.verify(case.loss, *given, **case.options, **options)
+
+
+def assert_weights(report, counts):
+    assert report.weights is not None
+    got, due = (np.asarray(x) / np.sum(x) for x in (report.weights, counts))
+    np.testing.assert_allclose(got, due, rtol=1e-3, atol=1e-9)
+
+
+def fixed(report):
+    """The function that the page says to pass, as it stands there."""
+    [code] = re.findall(r"weight_fn=(lambda batch: .*) to ga_optax", report.fix)
+    return eval(code)
+
+
+def needs(report, fun):
+    """What rows need of each other by the page, on the lines of `fun`."""
+    first = fun.__code__.co_firstlineno
+    [where] = re.findall(r"where rows meet: (.*)\.$", report.diagnosis[1])
+    found = set()
+    for entry in where.split("; "):
+        pattern = r"test_verify\.py:(\d+):\d+ \(.*\): (.*)"
+        line, of = re.fullmatch(pattern, entry).groups()
+        # Those of `root` are in `mean_loss`.
+        assert first <= int(line) < first + 12 or fun is root, entry
+        found |= set(of.split(" and "))
+    return found
+
+
+@pytest.mark.grid(10, 99)
+@pytest.mark.parametrize(
+    ("cause", "name"), [(cause, name) for cause in CASES for name in CASES[cause]]
+)
+def test_the_page_names_the_cause_and_what_to_do(cause, name):
+    case = CASES[cause][name]
+    report = ask(case)
+    page = " ".join(str(report).split())
+    if cause is Cause.ROUNDING:
+        assert report.ok, report
+        assert report.relative < 1e-14 or report.dtype == "float32"
+    else:
+        assert report.cause is cause, report
+    assert report.ok == (report.cause in (Cause.EQUAL, Cause.ROUNDING))
+    assert max(map(len, str(report).split("\n"))) <= 100
+    parts = [*case.said.split(" | "), report.cause.name, report.cause.value, report.fix]
+    assert [part for part in parts if part not in page] == []
+    # Between wrong gradients lie billions of numbers, which says nothing.
+    assert ("ULPs" in page) <= report.ok
+    assert page.startswith("Micro-batches, each by itself: ")
+    if case.weights is not None:
+        assert_weights(report, case.weights)
+    if case.line:
+        assert needs(report, case.loss) == {case.line}
+    if case.right is not None:
+        weight_fn = fixed(report) if case.right is True else case.right
+        assert ask(case, weight_fn=weight_fn).ok
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("optax_promotion")
+@pytest.mark.parametrize(
+    ("dtype", "kind", "number"),
+    [
+        ("bfloat16", "right", 0),
+        pytest.param("bfloat16", "wrong", 13, marks=pytest.mark.published),
+        pytest.param("float64", "wrong", 24, marks=pytest.mark.published),
+    ],
+)
+def test_right_losses_are_ok_and_wrong_ones_have_their_cause(dtype, kind, number):
+    """Of those whose rates the page on exactness has."""
+    case, report = verify_rates.ask(dtype, kind, number)
+    assert verify_rates.outcome(case, report) == "right", f"{case.name}\n{report}"
+    # The twin: another cause is no right answer.
+    other = case._replace(causes=set(Cause) - case.causes - {report.cause})
+    assert verify_rates.outcome(other, report) != "right"
+
+
+# -- Right as it is --------------------------------------------------------------------
+
+
+@pytest.mark.grid(1)
+@pytest.mark.parametrize("k", [4, 16])
+def test_a_mean_loss_is_equal_up_to_rounding(k):
+    report = ga.verify(mean_loss, PARAMS | {"unused": draw(3)}, BATCH, k)
+    assert report.cause is (Cause.ROUNDING if report.max_ulp else Cause.EQUAL)
+    assert (report.weights, report.dtype) == (None, "float64")
+    assert report.max_ulp < 64
+    names = {leaf.name: leaf.relative for leaf in report.leaves}
+    assert [*names] == ["leaf ['b']", "leaf ['unused']", "leaf ['w']"]
+    assert names["leaf ['unused']"] == 0
+
+
+def halved(params, batch):
+    return mean_loss(params, batch) / K
+
+
+def closed_over(params, _):
+    return mean_loss(params, BATCH)
+
+
+DIVIDES, UNUSED = "divides it by 4", "does not use its batch | 4 times the time"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("loss", "k", "warning"),
+    [
+        (halved, K, DIVIDES),  # as PyTorch users write it: both have the factor
+        (jax.jit(halved), K, DIVIDES),
+        (lambda p, b: mean_loss(p, b) / 3, K, ""),
+        (lambda p, b: 0.5 * mean_loss(p, b) / 2 + 0.1 * jnp.sum(p["w"] ** 2), K, ""),
+        (lambda p, b: mean_loss(p, b) / 2, 2, ""),  # of a square
+        (lambda p, b: jnp.sum(errors(p, b) ** 2) / 4, K, ""),  # of its rows, or of k
+        (lambda p, b: jnp.mean(errors(p, b) ** 2 / K), K, ""),  # not seen elsewhere
+        (closed_over, K, f"{UNUSED} | shape (16, 5)"),
+        (jax.checkpoint(closed_over), K, UNUSED),
+        (closed_over, 1, ""),
+        (lambda p, b: closed_over(p, b) * jnp.mean(b["y"]), K, ""),
+    ],
+)
+def test_a_gradient_that_is_right_by_chance_is_warned_of(loss, k, warning):
+    report = ga.verify(loss, PARAMS, BATCH, k)
+    said = " ".join(report.warnings)
+    assert bool(said) == bool(warning)
+    assert [part for part in warning.split(" | ") if part not in said] == []
+    assert said in " ".join(str(report).split())
+
+
+def test_equal_counts_are_right_in_this_batch_and_warned_of():
+    given = PARAMS, token_batch([9, 9, 9, 9]), K
+    [warning] = ga.verify(token_loss, *given).warnings
+    assert re.search(r"test_verify\.py:.*weight_fn", warning, re.S)
+    with pytest.warns(UserWarning, match="weight_fn"):
+        testing.assert_accumulation_equivalent(token_loss, *given)
+    # The twins: with weights, and with a loss that reads no count.
+    for loss, options in ((token_loss, {"weight_fn": count_tokens}), (mean_loss, {})):
+        assert not ga.verify(loss, *given, **options).warnings
+        testing.assert_accumulation_equivalent(loss, *given, **options)
+
+
+# -- The report ------------------------------------------------------------------------
+
+
+def test_the_native_gradients_are_those_of_accumulate():
+    """`max_ulp` is a distance between what training computes, twice counted here."""
+    report = ga.verify(mean_loss, PARAMS, BATCH, K)
+    whole = jax.jit(jax.grad(mean_loss))(PARAMS, BATCH)
+    parts = jax.jit(mean_of(mean_loss, K))(PARAMS, BATCH)[1]
+    for leaf, a, b in leaves_of(report.leaves, whole, parts):
+        apart = np.abs(a - b)
+        between = np.max(apart / np.spacing(np.abs(a)))
+        assert leaf.max_ulp == pytest.approx(between, rel=0.5)
+        assert leaf.max_abs == np.max(apart)
+
+
+@pytest.mark.slow
+def test_sharded_parameters_and_batches_are_compared_where_they_are():
+    mesh = mesh_of(8, kind=AxisType.Explicit)
+    params = PARAMS | {"table": put(draw(16, seed=3), mesh, P("data"))}
+
+    def loss(params, batch):
+        return token_loss(params, batch) * (1 + jnp.mean(params["table"] ** 2))
+
+    report = ga.verify(loss, params, put(TOKENS, mesh, P("data")), K)
+    assert report.cause is Cause.WEIGHTS
+    assert_weights(report, COUNTS)
+
+
+def many_leaves(params, batch):
+    """Only `w` differs; the gradients of the biases are zero but for rounding."""
+    h = batch["x"] @ params["w"] + sum(params["b"])
+    h = h - jnp.mean(h, keepdims=True)
+    return jnp.mean(h**3) + jnp.mean((batch["x"] @ params["v"] - batch["y"]) ** 2)
+
+
+def test_the_page_shows_the_five_leaves_that_differ_most():
+    params = {"b": [draw(seed=i) for i in range(8)], "v": draw(5), "w": draw(5, seed=1)}
+    report = ga.verify(many_leaves, params, BATCH, K)
+    every, shown = (text.split("\n") for text in (report.table(), str(report)))
+    first = shown.index(next(line for line in shown if line.startswith("leaf ")))
+    assert shown[first + 1].startswith("['w']")
+    assert shown[-1] == "10 leaves: print(report.table()) shows all."
+    names = [line.split()[0] for line in every[1:11]]
+    assert [f"leaf {name}" for name in names] == [x.name for x in report.leaves]
+    assert (len(report.worst), report.worst[0].name) == (5, "leaf ['w']")
+    assert sum(line.startswith("['") for line in shown) == 5
+    few = dataclasses.replace(report, leaves=report.leaves[:5])
+    assert few.table() in str(few)
+
+
+def test_the_report_is_frozen_and_compares_the_losses():
+    report = ga.verify(sum_loss, PARAMS, BATCH, K)
+    with pytest.raises(AttributeError):
+        report.ok = True
+    undivided, accumulated = report.losses
+    assert undivided == pytest.approx(float(sum_loss(PARAMS, BATCH)))
+    assert accumulated == pytest.approx(undivided / K)
+    assert report.relative == pytest.approx(1 - 1 / K)

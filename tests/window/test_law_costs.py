@@ -1,0 +1,349 @@
+"""What any loss costs: passes, counted in the program, and bytes that XLA takes."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from corpus import losses
+from corpus.losses import LOSSES, D, E, N, hidden
+from helpers import apart, array, bits, mean_of, mesh_of, products, put, temporaries
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import ga_optax as ga
+from ga_optax._passes import read
+
+pytestmark = [
+    pytest.mark.usefixtures("optax_promotion"),
+    pytest.mark.filterwarnings("ignore:.*computed whole"),
+]
+
+
+def passes(found):
+    return found.forward_passes, found.backward_passes
+
+
+def said(fun, k, args, **options):
+    return passes(ga.batch_dependencies(fun, k, **options)(*args))
+
+
+def of_inputs(fun, *args):
+    """How many products of rows with `p["in"]` there are, and to its gradient."""
+    found = np.zeros(2, int)
+    text = jax.jit(fun).lower(*args).as_text()
+    for types in re.findall(r"stablehlo\.dot_general.*: \((.*)\n", text):
+        shapes = re.findall(r"tensor<([\dx]*)x\w+>", types)
+        *given, out = (math.prod(map(int, shape.split("x"))) for shape in shapes)
+        # That of one row is of a sum of rows.
+        found += [out > E and D * E in given, out == D * E]
+    return found
+
+
+# Of several products, one may run more often than another.
+SEVERAL = "clip simclr vicreg sinkhorn gradient_penalty experts routed tokens"
+ONE_PRODUCT = [name for name in LOSSES if name not in SEVERAL.split()]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_passes_are_those_of_the_table(name):
+    args = losses.arguments(dtype=np.float32)
+    assert said(LOSSES[name].value, 3, args) == LOSSES[name].passes
+
+
+@pytest.mark.grid(20, 60)
+@pytest.mark.parametrize("limit", [None, 0, 2000])
+@pytest.mark.parametrize("name", ONE_PRODUCT)
+def test_passes_are_those_that_are_counted_in_the_program(name, limit):
+    fun, args = LOSSES[name].value, losses.arguments(dtype=np.float32)
+    step = ga.value_and_grad(fun, 3, residual_bytes=limit)
+    ran = of_inputs(step, *args) / of_inputs(jax.grad(fun), *args)
+    assert tuple(ran) == said(fun, 3, args, residual_bytes=limit)
+
+
+@pytest.mark.grid(6, 20)
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_memory_is_the_tables_share_of_that_of_the_undivided_batch(name):
+    pairs_of_all = ("experts", "sinkhorn", "hard_triplet", "routed")
+    n = 256 if name in pairs_of_all else 1024
+    loss, args = LOSSES[name], losses.arguments(n, np.float32, 64)
+    ours = temporaries(jax.jit(ga.value_and_grad(loss.value, 8)), *args)
+    undivided = temporaries(jax.jit(jax.value_and_grad(loss.value)), *args)
+    # There XLA has less for the undivided batch of one of them.
+    older = 1.1 if jax.__version_info__ < (0, 11) else 1
+    assert 0 < ours <= older * loss.share * undivided
+
+
+def test_what_is_kept_is_in_the_room_there_is():
+    args = losses.arguments(512, np.float32)
+    forward, kept = [], []
+    for limit in (0, 100_000, 10**9):
+        fun = LOSSES["layers"].value
+        found = ga.batch_dependencies(fun, 4, residual_bytes=limit)(*args)
+        forward.append(found.forward_passes)
+        kept.append(sum(x.nbytes for x in found.kept))
+        assert bool(limit) <= kept[-1] <= limit
+    assert forward[0] > forward[1] > forward[2] >= 1
+
+
+def balanced(p, b):
+    """Classes count alike, however many rows they have."""
+    of_class = jax.nn.one_hot(b["c"], 3, dtype=b["x"].dtype)
+    each = (hidden(p, b["x"]) ** 2).sum(1)
+    return (each @ of_class / of_class.sum(0)).mean()
+
+
+def one_view(p, b):
+    z = losses.unit(hidden(p, b["x"]))
+    return jax.nn.logsumexp(5 * z @ z.T, axis=1).mean()
+
+
+def positions(p, b):
+    """A table of as many places as there are rows, learned."""
+    at = jnp.sin(jnp.arange(N)[:, None] / jnp.arange(1.0, 1 + D))
+    return (jnp.tanh(b["x"][:, None] + hidden(p, at) @ p["in"].T) ** 2).mean()
+
+
+def mask(p, b):
+    h = hidden(p, b["x"])[:, None] + jnp.zeros((N, 1))
+    return (jnp.einsum("st,btd->bsd", jnp.tril(jnp.ones((N, N))), h) ** 2).mean()
+
+
+def of(name):
+    return LOSSES[name].value
+
+
+MEET = {  # a loss, and the shapes of what its rows need of each other
+    "a masked mean waits for its count alone": (of("masked"), [()]),
+    "a mean of classes for their counts": (balanced, [(3,)]),
+    "counts that parameters change": (of("dice"), [(), (), ()]),
+    "of a gram matrix rows are kept once": (one_view, [(N // 3, E)]),
+    "of two views numbers that are picked": (of("simclr"), [(2 * N,), (2 * N // 3, E)]),
+    "of experts their input, no hidden layer": (of("routed"), [(1, E), (E, 8, D)]),
+    "a table as long as the batch by chance": (positions, []),
+    "a mask as large as the batch by chance": (mask, []),
+}
+
+
+@pytest.mark.parametrize("case", MEET)
+def test_only_what_must_meets(case):
+    fun, shapes = MEET[case]
+    found = ga.batch_dependencies(fun, 3)(*losses.arguments(dtype=np.float32))
+    assert sorted(x.type.shape for x in found.meetings) == sorted(shapes)
+
+
+def test_what_needs_no_rows_is_computed_once_after_the_loop():
+    def times(jaxpr):
+        found = 0
+        for e in jaxpr.eqns:
+            length = e.params["length"] if e.primitive.name == "scan" else 1
+            inside = sum(map(times, read.inner_programs(e)))
+            found += (e.primitive.name == "eigh") + length * inside
+        return found
+
+    def eigenvalues_of(matrices):
+        def fun(p, b):
+            h = hidden(p, b["x"])
+            return (h**2).mean(), jnp.linalg.eigvalsh(matrices(h))
+
+        step = ga.value_and_grad(fun, 4, has_aux=True)
+        args = losses.arguments(dtype=np.float32)
+        return times(jax.make_jaxpr(step)(*args).jaxpr)
+
+    assert eigenvalues_of(lambda h: h.T @ h) == 1
+    assert eigenvalues_of(lambda h: h[:, None] * h[:, :, None]) == 4  # the twin
+
+
+WIDTH, DEPTH, ROWS, K = 64, 3, 128, 4
+LOW = jnp.bfloat16
+
+
+def layer(h, w):
+    return jnp.tanh(h @ w)
+
+
+def scanned(p, b, layer=layer, end=jnp.mean):
+    h, _ = jax.lax.scan(
+        lambda h, w: (layer(h, w.astype(LOW)), None), b["x"], p["layers"]
+    )
+    logits = (h @ p["head"].astype(LOW)).astype(jnp.float32)
+    return end(losses.entropies(logits, b["label"]))
+
+
+def embedded(p, b):
+    rows = jnp.clip(jnp.abs(b["x"] * 4).astype(jnp.int32), 0, WIDTH - 1)
+    return scanned(p, b | {"x": p["layers"][0, rows[:, :8]].mean(1).astype(LOW)})
+
+
+def dropout(p, b, key):
+    def dropped(h, w):
+        return jnp.where(jax.random.bernoulli(key, 0.9, h.shape), layer(h, w), 0)
+
+    return scanned(p, b, dropped)
+
+
+def masked(p, b):
+    return scanned(p, b, end=lambda x: (x * b["mask"]).sum() / b["mask"].sum())
+
+
+MEANS = {  # a loss, and the options of micro-batches by themselves
+    "scanned": (scanned, {}),
+    "rematerialised": (lambda p, b: scanned(p, b, jax.checkpoint(layer)), {}),
+    "embedded": (embedded, {}),
+    "dropout": (dropout, {"rng_argnums": 2}),  # each micro-batch draws
+    "masked": (masked, {"weight_fn": lambda b: b["mask"].sum()}),
+}
+
+
+def plain_and_ours(name, mesh):
+    """Steps of micro-batches by themselves and of all rows, and their arguments."""
+    fun, more = MEANS[name]
+    p = {"layers": array(DEPTH, WIDTH, WIDTH, scale=WIDTH**-0.5)}
+    p["head"] = array(WIDTH, 8)
+    b = {"x": array(ROWS, WIDTH).astype(LOW), "label": jnp.arange(ROWS) * 5 % 8}
+    b["mask"] = jnp.float32(jnp.arange(ROWS) % 3 > 0)
+    options, keys = {}, [jax.random.key(0)] * (name == "dropout")
+    if mesh is not None:
+        options["data_axis"] = ga.DataAxis("data", mesh=mesh)
+        p, b = put((p, b), mesh, (P(), P("data")))
+    steps = mean_of(fun, K, **options, **more), ga.value_and_grad(fun, K, **options)
+    return *steps, (p, b, *keys)
+
+
+@pytest.mark.grid(6, 14)
+@pytest.mark.parametrize("kind", [None, "Auto", "Explicit"])
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_costs_what_micro_batches_by_themselves_cost(name, kind):
+    """The same products, added in float32, their temporaries, and their bits."""
+    mesh = kind and mesh_of(kind=getattr(AxisType, kind))
+    plain, ours, args = plain_and_ours(name, mesh)
+    due = products(plain, *args)
+    assert products(ours, *args) == due
+    assert due[1] > 0  # some are added in float32
+    compiled = [jax.jit(step).lower(*args).compile() for step in (plain, ours)]
+    of_plain, of_ours = (c.memory_analysis().temp_size_in_bytes for c in compiled)
+    # On a mesh XLA holds one copy of the layers, which it does not if it adds to a sum.
+    more = 0 if kind is None else DEPTH * WIDTH * WIDTH * 4
+    assert 0 < of_ours <= 1.01 * of_plain + more
+    if name not in ("masked", "dropout"):
+        assert bits(compiled[0](*args)) == bits(compiled[1](*args))
+    if name != "masked" and kind is not None:
+        audit = ga.audit(compiled[1], mesh)
+        assert (len(audit.collectives), len(audit.in_loop)) == (1, 0)
+    # The twin: where rows meet, the forward pass runs once more.
+    root = lambda *args: jnp.sqrt(MEANS[name][0](*args))  # noqa: E731
+    met = ga.value_and_grad(root, K, residual_bytes=0)
+    assert kind is not None or products(met, *args) > due
+
+
+WIDE, MANY, OVER = 32, 1024, 8
+
+
+def of_layers(layers, rows=MANY):
+    of_layer = functools.partial(array, WIDE, WIDE, scale=WIDE**-0.5)
+    params = {"layers": [of_layer(seed=i) for i in range(layers)]}
+    params["head"] = array(WIDE, 1, scale=WIDE**-0.5)
+    return params, {"x": array(rows, WIDE) * 16, "y": array(rows, 1)}
+
+
+def norm(h):
+    return (h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-5)
+
+
+def network(p, b, layer):
+    h = b["x"]
+    for w in p["layers"]:
+        h = layer(h, w)
+    return jnp.mean((h @ p["head"] - b["y"]) ** 2)
+
+
+def residual(p, b):
+    return network(p, b, lambda h, w: h + jnp.tanh(norm(h @ w)))
+
+
+def straight(p, b):
+    return network(p, b, lambda h, w: jnp.tanh(norm(h @ w)))
+
+
+def without_norm(p, b):
+    """Micro-batches of it need no levels."""
+    return network(p, b, lambda h, w: h + layer(h, w))
+
+
+def printing(p, b):
+    """What prints does not compute again what is kept: it would have no cotangent."""
+
+    def layer(h, w):
+        h = norm(h @ w)
+        jax.debug.callback(lambda x: None, h.sum())
+        return jnp.tanh(h)
+
+    return network(p, b, jax.checkpoint(layer))
+
+
+def window(fun, **options):
+    return jax.jit(ga.value_and_grad(fun, OVER, **options))
+
+
+@pytest.mark.grid(2, 6)
+@pytest.mark.usefixtures("fast_compilation")
+@pytest.mark.parametrize("borders", [None, 0, 3])
+@pytest.mark.parametrize("fun", [residual, straight, printing])
+def test_gradients_are_those_of_the_whole_batch_whatever_stays(fun, borders):
+    args = of_layers(5, rows=64)
+    limit = None if borders is None else borders * args[1]["x"].nbytes
+    step = window(fun, residual_bytes=limit)
+    assert apart(step, jax.value_and_grad(fun), *args) < 2e-5  # norms of 64 rows
+
+
+@pytest.mark.parametrize("fun", [residual, straight])
+@pytest.mark.parametrize("layers", [2, 8])
+def test_by_default_nothing_runs_more_than_three_times_and_once_back(fun, layers):
+    forward, backward = said(fun, OVER, of_layers(layers))
+    assert forward <= 3
+    assert backward == 1
+    # The twin: without room it is a multiple of the levels.
+    none = said(fun, OVER, of_layers(layers), residual_bytes=0)
+    assert layers == 2 or none > (2 * layers, layers)
+
+
+@pytest.mark.grid(0, 2)
+@pytest.mark.parametrize("fun", [residual, straight])
+def test_segments_take_a_few_borders_and_not_one_of_each_layer(fun):
+    layers = 16
+    args = of_layers(layers)
+    border = args[1]["x"].nbytes * (2 if fun is residual else 1)  # what goes on
+    taken = temporaries(window(fun), *args)
+    of_step = temporaries(window(without_norm), *args)
+    assert taken < of_step + 2 * np.sqrt(layers) * border
+    everything = temporaries(window(fun, residual_bytes=10**9), *args)
+    assert taken < everything / 1.5
+
+
+@pytest.mark.grid(0, 2)
+@pytest.mark.parametrize("fun", [residual, straight])
+def test_the_peak_that_is_said_is_what_the_compiler_says(fun):
+    args = of_layers(10)
+    for limit in (None, 10**9):
+        options = {"residual_bytes": limit}
+        found = ga.batch_dependencies(fun, OVER, **options)(*args)
+        taken = temporaries(window(fun, **options), *args)
+        assert abs(found.peak_bytes - taken) < 0.15 * taken
+    # The twin: what is kept, all in all, is another number by default.
+    kept = ga.batch_dependencies(fun, OVER)(*args).kept_bytes
+    assert kept > 1.15 * temporaries(window(fun), *args)
+
+
+@pytest.mark.slow
+def test_layers_that_are_alike_are_functions_that_are_called(monkeypatch):
+    def lines():
+        lowered = window(residual).lower(*of_layers(20, rows=64))
+        return len(lowered.as_text().splitlines())
+
+    once = lines()
+    # The twin: each level is traced by itself.
+    monkeypatch.setattr(read, "form", lambda jaxpr: object())
+    assert lines() > 2 * once

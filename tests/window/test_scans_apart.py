@@ -1,0 +1,168 @@
+"""Scans in whose bodies rows meet on the side: they stay scans, of any length."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from corpus import scans
+from corpus.scans import (
+    BODIES,
+    BOUND,
+    ON_THE_SIDE,
+    How,
+    K,
+    arguments,
+    decoder,
+    loss_of,
+    nothing,
+)
+from helpers import error, temporaries
+from helpers import mean_of as by_themselves
+
+import ga_optax as ga
+from ga_optax._window import room, split_scans
+
+pytestmark = [
+    pytest.mark.usefixtures("optax_promotion", "fast_compilation"),
+    pytest.mark.filterwarnings("ignore:.*computed whole"),
+]
+by_name = functools.partial(pytest.mark.parametrize, ids=lambda x: x.__name__)
+
+
+def off_by(body, how=How(), k=3, n=scans.N, **options):  # noqa: B008
+    with jax.enable_x64(True):
+        return error(loss_of(body, how), k, *arguments(how.length, n), **options)
+
+
+@pytest.mark.grid(4, 11)
+@pytest.mark.parametrize(
+    "how",
+    [
+        *(How(3, *x) for x in [(0, 0), (0, 1), (1, 0), (1, 1)]),
+        *(How(length, remat=True) for length in (0, 1, 6, 33, 48)),
+    ],
+)
+@by_name("body", BODIES)
+def test_a_scan_has_the_value_and_gradients_of_the_whole_batch(body, how):
+    if how.length == 3:
+        assert off_by(body, how) < BOUND
+    else:
+        assert off_by(body, how, n=4, k=2) < 10 * BOUND
+
+
+def another_iteration(monkeypatch):
+    stacked = split_scans.SplitScan._stacked
+    roll = lambda *args: jnp.roll(stacked(*args), 1, 0)  # noqa: E731
+    monkeypatch.setattr(split_scans.SplitScan, "_stacked", roll)
+
+
+def always_forwards(monkeypatch):
+    scanned = split_scans._scanned
+    monkeypatch.setattr(
+        split_scans,
+        "_scanned",
+        lambda scan, *rest: scanned(scan._replace(reverse=False), *rest),
+    )
+
+
+def without_marks(monkeypatch):
+    monkeypatch.setattr(split_scans, "checkpoint_name", lambda x, name: x)
+
+
+@pytest.mark.parametrize(
+    ("body", "how", "options", "wrong"),
+    [
+        (scans.logged, How(), {}, another_iteration),
+        (scans.carried, How(reverse=True), {}, always_forwards),
+        # A rule in a loop sees all of its cotangent if nothing is to be kept, too.
+        (scans.with_rule, How(), {"residual_bytes": 0}, without_marks),
+    ],
+)
+def test_the_comparison_sees_what_is_wrong(body, how, options, wrong, monkeypatch):
+    assert off_by(body, how, **options) < BOUND
+    wrong(monkeypatch)
+    assert off_by(body, how, **options) > 1e-6
+
+
+def step(loss, **options):
+    return jax.jit(ga.value_and_grad(loss, K, **options))
+
+
+def lines(layers):
+    loss, args = decoder(layers, nothing)
+    return len(step(loss).lower(*args).as_text().splitlines())
+
+
+def in_the_open(monkeypatch):
+    """Iterations stand one after the other."""
+    find = split_scans.SplitScan._find_parts
+
+    def found(self, graph):
+        find(self, graph)
+        self.unrolled.update(self.part.values())
+
+    monkeypatch.setattr(split_scans.SplitScan, "_find_parts", found)
+
+
+def test_a_program_has_as_many_lines_at_any_length(monkeypatch):
+    assert lines(48) == lines(6)
+    in_the_open(monkeypatch)
+    assert lines(6) > lines(3) + 300
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [6, 32, 48])
+def test_it_takes_the_temporaries_of_plain_micro_batches(layers):
+    """1.05 to 1.08 of them: the rest is what the experts' shares are at all layers."""
+    loss, args = decoder(layers, nothing)
+    plain = temporaries(jax.jit(by_themselves(loss, K)), *args)
+    assert temporaries(step(loss), *args) < 1.1 * plain
+
+
+@pytest.mark.grid(2, 6)
+@pytest.mark.parametrize("remat", [False, True])
+@by_name("body", BODIES)
+def test_a_small_scan_runs_at_most_three_times_and_once_back(body, remat, monkeypatch):
+    loss, args = loss_of(body, How(8, remat)), arguments(8, 96, jnp.float32)
+
+    def passes():
+        found = ga.batch_dependencies(loss, K)(*args)
+        return found.forward_passes, found.backward_passes
+
+    assert passes() <= (3, 1)
+    monkeypatch.setattr(room, "LITTLE", 0)
+    assert body is not scans.ring_aside or not remat or passes() > (9, 5)
+
+
+def whole(body, length):
+    with jax.enable_x64(True):
+        args = arguments(length)
+        return ga.batch_dependencies(loss_of(body, How(length)), 3)(*args).whole
+
+
+@by_name("body", [scans.ring, scans.ring_aside])
+def test_rows_that_meet_in_the_carry_are_computed_whole_in_a_long_scan(body):
+    assert whole(body, 64) == []
+    [(name, line, size)] = whole(body, 65)
+    assert name == "scan of 65 iterations, in whose carry rows meet,"
+    assert "scans.py" in line
+    assert size > 65 * 2 * scans.N * scans.D  # it is not its results alone
+
+
+@by_name("body", [*ON_THE_SIDE, scans.nested])
+def test_rows_that_meet_on_the_side_never_are(body):
+    assert whole(body, 65) == []
+
+
+def products(body, length):
+    """How many products are in the program."""
+    step = ga.value_and_grad(loss_of(body, How(length)), 3)
+    text = str(jax.make_jaxpr(step)(*arguments(length, dtype=jnp.float32)))
+    return text.count("dot_general")
+
+
+def test_what_comes_before_a_ring_stays_a_scan():
+    assert products(scans.ring_aside, 5) == products(scans.ring_aside, 3)
+    # The twin: rows that read what meets are part of the ring.
+    assert products(scans.ring, 5) > products(scans.ring, 3)
