@@ -68,9 +68,9 @@ def test_a_word_of_others_gets_the_one_to_use(fun):
     for word, instead in INSTEAD[fun].items():
         with pytest.raises(TypeError) as raised:
             fun(jnp.mean, **{word: 2})
-        required, came, todo = str(raised.value).partition(f" but {word} came. ")
+        required, passed, todo = str(raised.value).partition(f" but {word} was passed.")
         assert f"{fun.__name__} must be among num_microbatches, " in required
-        assert came
+        assert passed
         assert instead in todo
 
 
