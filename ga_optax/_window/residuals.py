@@ -25,6 +25,7 @@ from ga_optax._window.counts import LoopSets
 from ga_optax._window.schedule import Schedule
 
 _LONGEST = 32  # cheap equations in a row that run again behind a residual
+_FORWARD = 2  # runs that every equation has, with residuals too
 _EARLIER = 1 / 2  # the price of a residual that is stored already
 
 
@@ -108,7 +109,7 @@ def _costly(
     """The results that loops up to a level compute, and that later ones must not.
 
     They are results of equations that are not cheap, or that end `_LONGEST` equations
-    in a row.
+    in a row, and that would run more often than with residuals.
     """
     up_to = (1 << level + 1) - 1
     depth: dict[Any, int] = {}
@@ -117,6 +118,6 @@ def _costly(
         steps = 1 + max((depth.get(x, 0) for x in variables(e.invars)), default=0)
         depth.update(dict.fromkeys(e.outvars, steps))
         is_dear = not cost.is_cheap(e) or steps % _LONGEST == 0
-        if is_dear and loops.of(e) & up_to:
+        if is_dear and loops.of(e) & up_to and loops.number(e) > _FORWARD:
             sources += e.outvars
     return sources

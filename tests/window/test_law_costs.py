@@ -43,6 +43,21 @@ def of_inputs(fun, *args):
     return found
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("stop", [True, False])
+def test_nothing_is_kept_for_a_mean_without_a_gradient(stop):
+    """The loop of the loss runs the layer for its way back in any case."""
+
+    def loss(w, x):
+        h = jnp.tanh(x @ w)
+        mean = h.mean(0, keepdims=True)
+        return jnp.mean(h * (jax.lax.stop_gradient(mean) if stop else mean))
+
+    found = ga.batch_dependencies(loss, 8)(jnp.eye(16), jnp.ones((64, 16)))
+    assert passes(found) == (2, 1)
+    assert found.kept_bytes == 16 * 4 + (0 if stop else 64 * 16 * 4)
+
+
 # Of several products, one may run more often than another.
 SEVERAL = "clip simclr vicreg sinkhorn gradient_penalty experts routed tokens"
 ONE_PRODUCT = [name for name in LOSSES if name not in SEVERAL.split()]
