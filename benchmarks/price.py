@@ -91,9 +91,9 @@ def resnet(channels: int) -> Any:
     return {"stem": kernel(3, channels), "blocks": blocks}
 
 
-def cases(rows: int, width: int) -> dict[str, tuple[Loss, Any, Any]]:
+def cases(rows: int, width: int, layers: int = 50) -> dict[str, tuple[Loss, Any, Any]]:
     """Every loss with its parameters and its batch, by name."""
-    stack = peers.make_params(50, width, scanned=False)
+    stack = peers.make_params(layers, width, scanned=False)
     ten = stack[:10]
     x, draw = jax.random.normal(jax.random.key(1), (rows, width)), jax.random.normal
     sentences = draw(jax.random.key(2), (rows // 8, 8, width))
@@ -111,9 +111,9 @@ def cases(rows: int, width: int) -> dict[str, tuple[Loss, Any, Any]]:
         ),
         "experts": (any_loss.experts_batch, mixed, x),
     }
-    for number, layers in ((1, ten), (10, ten), (50, stack)):
+    for number, some in ((1, ten), (10, ten), (layers, stack)):
         loss = functools.partial(norms, number=number)
-        found[f"batch norm, {number} of {len(layers)} layers"] = loss, layers, x
+        found[f"batch norm, {number} of {len(some)} layers"] = loss, some, x
     for norm in (False, True):
         name = f"{TIMED}, {'11 batch norms' if norm else 'a mean'}"
         loss = functools.partial(convolutions, norm=norm)
@@ -181,10 +181,10 @@ def measure(name: str, loss: Loss, args: Any, rounds: int) -> dict[str, Any]:
 def main() -> None:
     """Prints the tables, and writes the JSON if asked to."""
     args = record.make_parser(__doc__).parse_args()
-    rows, width, rounds = (64, 8, 1) if args.quick else (4096, 64, 5)
+    rows, width, layers, rounds = (64, 8, 11, 1) if args.quick else (4096, 64, 50, 5)
     results = [
         measure(name, loss, operands, rounds)
-        for name, (loss, *operands) in cases(rows, width).items()
+        for name, (loss, *operands) in cases(rows, width, layers).items()
     ]
     ways = (UNDIVIDED, ALONE, OURS)
     print(f"MB of temporaries, in percent of the undivided batch's; {K} micro-batches")

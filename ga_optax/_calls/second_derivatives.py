@@ -42,7 +42,7 @@ def refused(call: Call, e: core.JaxprEqn, what: str) -> Exception:
     where = f"a jax.shard_map binds {bound}" if bound else "the mesh has them"
     return NoDerivativeError(
         f"{what} cannot be differentiated in a jax.shard_map, or with mesh axes of "
-        "explicit type, if fun has a derivative rule of divided own, but fun has "
+        "explicit type, if fun has a derivative rule of its own, but fun has "
         f"{e.primitive.name} at {places.place_of(e.source_info)}, and {where}. Call "
         "the function of ga_optax at top level, with data_axis=ga_optax.DataAxis(name, "
         "mesh=mesh) and mesh axes of the type Auto."

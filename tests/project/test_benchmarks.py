@@ -47,7 +47,8 @@ COMPILED = {
 # Twelve benchmarks, each in a process of its own, and the pictures.
 def test_the_suite_writes_its_files_draws_them_and_ends_with_one_table(tmp_path):
     results, drawn = tmp_path / "results", tmp_path / "pictures"
-    said = run("suite.py", "--quick", "--results", results, "--pictures", drawn)
+    folders = "--results", results, "--pictures", drawn
+    said = run("suite.py", "--quick", *folders, timeout=900)  # of two busy cores
     assert {path.name for path in results.iterdir()} == set(suite.COMMANDS)
     for name in suite.COMMANDS:
         check_provenance(record.read(results / name))
