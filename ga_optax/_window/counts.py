@@ -30,7 +30,7 @@ class LoopSets(NamedTuple):
         return self.runs[id(equation)]
 
     def number(self, equation: core.JaxprEqn) -> int:
-        """The number of runs of an equation forward; the last loop goes back at once."""
+        """The forward runs of an equation; the last loop goes back at once."""
         back = self.back[id(equation)] & ~(1 << self.schedule.end)
         return self.of(equation).bit_count() + back.bit_count()
 
