@@ -60,14 +60,10 @@ def main(words):
     names = {name for name, _ in functions.functions()}
     for name in names.intersection(words):
         print(functions.row(name))
-    words = [word for word in words if word not in names]
-    if not words and len(sys.argv) > 1:
-        return
+    parts = [word for word in words if word not in names] if words else [""]
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     for path in [*pages, *sorted((ROOT / "notebooks").glob("*.ipynb"))]:
-        if "_build" in path.parts or not any(
-            word in path.name for word in words or [""]
-        ):
+        if "_build" in path.parts or not any(part in path.name for part in parts):
             continue
         print(path.relative_to(ROOT), flush=True)
         if path.suffix == ".ipynb":

@@ -29,7 +29,7 @@ class LoopSets(NamedTuple):
         """The loops in which an equation runs."""
         return self.runs[id(equation)]
 
-    def number(self, equation: core.JaxprEqn) -> int:
+    def num_runs(self, equation: core.JaxprEqn) -> int:
         """The forward runs of an equation; the last loop goes back at once."""
         back = self.back[id(equation)] & ~(1 << self.schedule.end)
         return self.of(equation).bit_count() + back.bit_count()
