@@ -177,6 +177,7 @@ def test_from_optax_continues_the_run_from_any_micro_step(at, mean, chained):
         if i == at:
             state, tx = ga.from_optax(state, use_grad_mean=mean), make(ga.MultiSteps)
             assert bool(ga.has_updated(state)) == (at > 0 and at % 3 == 0)
+            assert int(ga.stats(state).micro_steps) == at % 3
         updates, state = tx.update(grads, state, params)
         params = optax.apply_updates(params, updates)
     assert int(ga.stats(state).steps) == 3

@@ -135,6 +135,7 @@ def test_with_skip_not_finite_that_micro_step_never_happened(at, bad):
 
     assert kept(*ours[-1]) == kept(*without[-1])
     assert not ga.has_updated(ours[at][1])
+    assert bool(ours[at][1].skip_state["should_skip"])
     assert counts(ours[-1][1]) == (1, 1, 0, 2 * K - 1, K - 1)
     assert np.isfinite(ours[-1][0]).all()
 
@@ -156,7 +157,7 @@ def test_with_drop_window_that_window_never_happened_and_is_counted(at, bad, emi
 
 def test_a_window_of_complex_gradients_is_dropped_for_either_part():
     drop = ga.drop_window_if_not_finite
-    for bad in (complex(np.inf, 0), complex(0, np.nan)):
+    for bad in (complex(np.inf, 0), complex(0, np.nan), complex(-np.inf, 0)):
         assert bool(drop({"a": jnp.array([1j, bad], jnp.complex64)}, 0, None)[0])
     for good in ({"a": jnp.ones(2, jnp.complex64), "b": ()}, {"a": jnp.zeros((0, 3))}):
         assert not bool(drop(good, 0, None)[0])
@@ -165,15 +166,27 @@ def test_a_window_of_complex_gradients_is_dropped_for_either_part():
 @pytest.mark.parametrize("skips", [False, True])
 def test_any_function_may_drop_a_window_also_of_a_run_that_skips(skips):
     def large(updates, step, params):
-        del step, params
-        return updates[0] > 5, {"seen": updates[0]}
+        del params
+        return updates[0] > 5, {"seen": updates[0], "step": step}
 
     options = {"should_drop_window_fn": large} | (SKIPS if skips else {})
     grads = [jnp.nan] * skips + [100.0, 1.0, 2.0, 4.0]
-    tx = ga.MultiSteps(optax.sgd(0.1), 2, **options)
+    tx, due = ga.MultiSteps(optax.sgd(0.1), 2, **options), {"seen": 3.0, "step": 0.0}
     _, state = train(tx, [jnp.array([g], float) for g in grads], jnp.ones(1))[-1]
     assert counts(state) == (1, skips, 1, 4, 0)
-    assert float(state.drop_state["seen"]) == 3.0  # the mean, as the optimizer sees it
+    # The mean, as the optimizer sees it, and the steps before it.
+    assert {name: float(x) for name, x in state.drop_state.items()} == due
+
+
+def test_what_a_function_keeps_has_the_dtype_that_it_began_with():
+    def keeps(updates, step, params):
+        del step, params
+        return jnp.bool_(False), {"last": updates[0]}
+
+    tx = ga.MultiSteps(SGD, 2, should_skip_update_fn=keeps)
+    state = tx.init(jnp.ones(1))
+    _, new = tx.update(jnp.full(1, 3, jnp.bfloat16), state, jnp.ones(1))
+    assert bits(new.skip_state) == bits({"last": jnp.float32(3)})
 
 
 @pytest.mark.grid(2)
@@ -308,6 +321,12 @@ def test_the_optimizer_sees_the_mean_of_an_extra_argument(weights, mean, flushed
     params, _ = run()
     np.testing.assert_allclose(params, [-seen * RATES[-1]], rtol=1e-6)
     assert abs(mean_rate - RATES[-1]) > 0.01 or weights == (1, 1, 1, 1)
+
+
+def test_the_norm_of_complex_gradients_has_both_parts():
+    tx, grads = ga.MultiSteps(SGD, 1, track_norm=True), jnp.array([3 + 4j, 0, 12j])
+    _, state = train(tx, [grads], jnp.zeros_like(grads))[-1]
+    assert float(ga.grad_norm(state)) == 13
 
 
 TREES = {

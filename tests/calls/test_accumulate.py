@@ -230,13 +230,14 @@ def test_aux_is_put_together_as_asked_leaf_by_leaf(weight_fn):
     modes["parts"] = "mean", "stack"
     options = {"has_aux": True, "weight_fn": weight_fn}
     step = jax.jit(mean_of(with_aux, 4, aux=modes, **options))
-    (value, aux), _ = step(w, x)
+    (value, aux), grad = step(w, x)
 
     def mean(terms):
         # The terms are halves of integers: their sum is exact, its quotient rounded.
         return np.float32(np.sum(weights * terms) / np.sum(weights))
 
     assert value == mean([(m @ w).mean() for m in micro])
+    assert_same_bits(grad, np.stack([mean(g) for g in micro.mean(1).T]))
     due = {
         "rows": np.int32(8),
         "positive": mean([positive(m) for m in micro]),

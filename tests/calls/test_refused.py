@@ -647,6 +647,7 @@ added(weight=-1) -> V not negative | -1
 added(weight=float("nan")) -> V finite | nan
 added(weight=jnp.float32(-2.0)) -> V not negative | -2
 added(weight=1j) -> T complex
+added(weight=jnp.complex64(1)) -> T real number, but it has dtype complex64 | Pass the
 added(weight=jnp.array([True])) -> V scalar, but it has shape (1,)
 ga.accumulator.init(DENSE, jnp.int32) -> T floating dtype
 ga.accumulator.init(DENSE, jnp.complex64) -> T floating dtype

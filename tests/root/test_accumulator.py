@@ -43,9 +43,10 @@ def test_the_mean_of_one_gradient_is_that_gradient_bit_for_bit(jit, pattern):
 
 
 def test_the_first_add_overwrites_whatever_an_empty_accumulator_holds():
-    stale = accumulator.init(jnp.zeros(3))._replace(total=jnp.full(3, jnp.nan))
+    nan = {"total": jnp.full(3, jnp.nan), "weight": jnp.float32(jnp.nan)}
+    stale = accumulator.init(jnp.zeros(3))._replace(**nan)
     g = jnp.array([1.0, -0.0, 3.0])
-    assert bits(accumulator.add(stale, g).total) == bits(g)
+    assert bits(accumulator.add(stale, g)[:2]) == bits((g, jnp.float32(1)))
     # The twin: an accumulator that is not empty keeps what it holds.
     held = stale._replace(count=jnp.ones([], jnp.int32))
     assert np.isnan(accumulator.add(held, g).total).all()
@@ -145,7 +146,8 @@ def test_without_a_weight_nothing_is_multiplied():
 def test_merging_is_commutative_and_an_empty_one_changes_no_bit():
     draws = np.random.default_rng(0).normal(size=(2, 3, 5))
     a, b = (accumulate(list(jnp.asarray(x, jnp.float32))) for x in draws)
-    stale = accumulator.init(jnp.zeros(5))._replace(total=jnp.full(5, jnp.nan))
+    nan = {"total": jnp.full(5, jnp.nan), "weight": jnp.float32(jnp.nan)}
+    stale = accumulator.init(jnp.zeros(5))._replace(**nan)
     for left, right in [
         (accumulator.merge(a, b), accumulator.merge(b, a)),
         (accumulator.merge(a, stale), a),
@@ -180,6 +182,8 @@ def test_complex_gradients_accumulate_by_parts(weights):
         (jnp.complex64, jnp.bfloat16, jnp.complex64),
         (jnp.complex128, jnp.float32, jnp.complex128),
         (jnp.complex64, jnp.float64, jnp.complex128),
+        (jnp.int32, None, jnp.float32),
+        (jnp.int8, jnp.bfloat16, jnp.bfloat16),
     ],
 )
 def test_float32_is_a_floor_and_other_dtypes_are_taken_as_they_are(
@@ -202,6 +206,31 @@ def test_every_way_to_divide_has_the_derivative_of_a_division():
         for way in (accumulator.divide, accumulator.average):
             for a, b in leaves_of(slopes(way, weight), expected):
                 np.testing.assert_allclose(a, b, rtol=1e-6)
+    # A window of weight 0 has the mean 0, whatever its total is.
+    assert not any(map(np.any, slopes(accumulator.average, 0.0)))
+
+
+def test_the_mean_of_a_weight_of_1_is_the_total_also_where_it_is_subnormal():
+    total = jnp.asarray(np.uint32([1, 0x007FFFFF]).view(np.float32))
+    acc = accumulator.Accumulator(total, jnp.float32(1), jnp.int32(1))
+    assert bits(jax.jit(accumulator.mean)(acc)) == bits(total)
+
+
+@pytest.mark.parametrize("weight", [-1.0, -1, np.nan])
+def test_a_traced_weight_that_is_none_makes_the_mean_nan(weight):
+    weight = jnp.asarray(weight)
+    acc = accumulate([jnp.ones(2)] * 2, [jnp.full_like(weight, 2), weight])
+    assert np.isnan(acc.weight)
+    assert np.isnan(accumulator.mean(acc)).all()
+    zero = jnp.zeros_like(weight)  # the twin
+    acc = accumulate([jnp.ones(2)] * 2, [jnp.full_like(weight, 2), zero])
+    np.testing.assert_array_equal(accumulator.mean(acc), 1)
+
+
+def test_a_count_that_is_full_stays_so():
+    most = jnp.int32(np.iinfo(np.int32).max)
+    acc = accumulate([jnp.ones(2)])._replace(count=most)
+    assert int(accumulator.add(acc, jnp.ones(2)).count) == int(most)
 
 
 def test_a_donated_add_works_in_place():

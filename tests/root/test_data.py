@@ -45,6 +45,17 @@ def test_an_epoch_sees_every_example_once_and_the_next_in_another_order():
     assert window_indices(KEY, 0, 5, 10, 1).shape == (1, 10)
     drawn = np.ravel([window_indices(KEY, step, 24, 6, 3) for step in range(4)])
     assert len(set(drawn.tolist())) < 24
+    assert set(np.ravel(window_indices(KEY, 0, 24, 1000, 1))) == set(range(24))
+
+
+@pytest.mark.parametrize("draw", BOTH)
+def test_indices_are_int32_with_64_bits_too(draw):
+    want = draw(KEY, 3, 24, 6, 3)
+    with jax.enable_x64(True):
+        got = draw(KEY, 3, 24, 6, 3)
+    assert got.dtype == np.int32
+    if draw is window_indices:  # JAX draws permutations of int64 in another way
+        np.testing.assert_array_equal(got, want)
 
 
 def test_what_is_left_over_at_the_end_of_an_epoch_is_not_seen_in_it():

@@ -1,14 +1,16 @@
 """The chex assertions: what they refuse, and what they say."""
 
+from types import SimpleNamespace
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import squares
+from helpers import says, squares
 
-from ga_optax import testing
+from ga_optax import Cause, testing
 from ga_optax._verify.gradients import ulps
 
 SAME_BITS = testing.assert_trees_bitwise_equal
@@ -40,6 +42,12 @@ def test_the_message_names_leaf_index_both_values_in_hex_and_ulps():
     values = "actual 0x3f800000 (1.0), expected 0x3f800001 (1.0000001)"
     for part in ("layer/1", "index (0, 1)", values, "1 ULPs apart"):
         assert part in str(error.value)
+    two = np.nextafter(np.float32(1), np.float32(2), dtype=np.float32)
+    apart = np.float32([0.5, 1.0, 1.0]), np.float32([0.5, two, two + (two - 1) * 2])
+    with pytest.raises(AssertionError, match=r"2 of 3 .*the first at index \(1,\)"):
+        SAME_BITS(*apart)
+    with pytest.raises(AssertionError, match="1 ULPs apart; at most 3 ULPs apart any"):
+        SAME_BITS(*apart)
 
 
 def test_bits_count_and_not_numbers():
@@ -95,6 +103,19 @@ def test_law_ulps_count_the_numbers_between_in_order(x, y):
     order = np.unique(every[np.isfinite(every)].astype(np.float64))
     apart = np.searchsorted(order, float(a[0])) - np.searchsorted(order, float(b[0]))
     assert int(ulps(a, b)[0]) == abs(apart)
+
+
+@pytest.mark.parametrize("cause", [Cause.ROUNDING, Cause.SCALE])
+def test_what_verify_says_comes_as_warnings_and_as_an_error(cause, monkeypatch):
+    ok = cause is Cause.ROUNDING
+    report = SimpleNamespace(ok=ok, cause=cause, message="why", warnings=("beware",))
+    monkeypatch.setattr(testing, "verify", lambda *args: report)
+
+    def call():
+        testing.assert_accumulation_equivalent(squares, jnp.ones(2), jnp.ones(4), 2)
+
+    with pytest.warns(UserWarning, match="beware"):
+        call() if ok else says(call, AssertionError, "[SCALE] why")
 
 
 @pytest.mark.slow
