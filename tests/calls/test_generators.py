@@ -137,6 +137,18 @@ def test_all_who_read_a_draw_read_the_same(fun, monkeypatch):
     assert gap()[0] > 1e-3
 
 
+@pytest.mark.quick
+def test_no_two_micro_batches_draw_the_same():
+    def fun(w, x, key):
+        drawn = jax.random.uniform(key, x.shape)
+        return (w * x * drawn).mean(), drawn
+
+    _, x, key = arguments()
+    step = jax.jit(ga.value_and_grad(fun, K, has_aux=True))
+    drawn = np.asarray(step(jnp.float32(1), x, key)[0][1])
+    assert len({part.tobytes() for part in np.split(drawn, K)}) == K
+
+
 @pytest.mark.parametrize("make", [ga.value_and_grad, ga.microbatch])
 def test_a_rule_of_the_users_draws_what_its_function_draws(make):
     """The sum of what is kept of ones, and its gradient, which is the same number."""

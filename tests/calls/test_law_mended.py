@@ -140,6 +140,18 @@ def test_a_loss_that_is_easily_wrong_is_that_of_the_undivided_batch(name):
     assert off(LOSSES[name]) < BOUND
 
 
+@pytest.mark.quick
+def test_rows_that_attain_an_extremum_share_its_derivative_over_micro_batches():
+    def fun(scales, x):
+        return jnp.sin((x * scales[:, None]).max(0)).sum()
+
+    with jax.enable_x64(True):
+        x = jnp.arange(3.0) * jnp.ones((N, 1)).at[jnp.array([0, 1, 5])].set(3.0)
+        args = jnp.ones(N), x  # two of three attain it in the first micro-batch
+        assert apart(ga.value_and_grad(fun, K), jax.value_and_grad(fun), *args) < BOUND
+        assert jax.grad(fun)(*args)[0] == jax.grad(fun)(*args)[5] != 0
+
+
 CASTS = {  # how many rows, the dtypes of their index, and whether rows meet
     "bool": (8, [int, bool], True),
     "int4": (16, [int, jnp.int4], True),

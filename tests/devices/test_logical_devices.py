@@ -68,6 +68,19 @@ def test_sums_are_added_in_a_tree_whose_leaves_are_the_logical_devices(size):
     assert np.any(one_by_one != expected)
 
 
+@pytest.mark.quick
+def test_no_two_logical_devices_have_the_same_key():
+    def drawn(w, x, key):
+        return jnp.mean(x) * w, jax.random.bits(key)
+
+    mesh = mesh_of(2)
+    options = {"rng_argnums": 2, "has_aux": True, "aux": "stack"}
+    fun = jax.jit(mean_of(drawn, 1, data_axis=logical(mesh), **options))
+    x = put(normal(L, 2), mesh, P("data"))
+    (_, found), _ = fun(jnp.float32(1), x, jax.random.key(0))
+    assert len({*np.ravel(found).tolist()}) == L
+
+
 SPECS = [P(), P("a"), P(None, "b"), P(("b", "a")), P("b", "a")]
 
 

@@ -7,6 +7,7 @@ from helpers import mean_of, mesh_of, squares
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ga_optax import value_and_grad
 from ga_optax._devices import membership
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
@@ -33,6 +34,9 @@ def test_one_traced_program_has_neighbours_on_one_device_and_strides_on_eight():
     ):
         (_, found), _ = jax.jit(step, **shardings)(*args)
         np.testing.assert_array_equal(found, due)
+    # Rows that come back are those of the batch, however it was split.
+    step = jax.jit(value_and_grad(loss, K, has_aux=True), in_shardings=(whole, split))
+    np.testing.assert_array_equal(step(*args)[0][1], rows)
 
 
 def own_operations(step):

@@ -188,6 +188,26 @@ def test_on_a_mesh_it_is_the_same(name):
     assert off(jax.jit(region)(params, x), want) < BOUND
 
 
+@FAST
+@pytest.mark.quick
+@pytest.mark.parametrize("axis", [0, 2])
+def test_rows_stay_rows_under_a_vmap_over_another_axis(axis):
+    def fun(w, x, promise=as_it_is):
+        x = jnp.moveaxis(x, 1, axis)  # heads are mapped, and rows are what is left
+        heads = jax.vmap(promise(lambda h: jnp.tanh(h @ w)), axis, axis)(x)
+        return jnp.mean(heads**2)
+
+    args, ours = (
+        (normal(4, 4), normal(8, 3, 4)),
+        functools.partial(fun, promise=ga.rowwise),
+    )
+    assert (
+        off(ga.value_and_grad(ours, 4)(*args), jax.value_and_grad(fun)(*args)) < BOUND
+    )
+    found = ga.batch_dependencies(ours, 4)(*args)
+    assert (found.whole, found.meetings, len(found.promised)) == ([], [], 1)
+
+
 def test_in_a_microbatch_in_a_loss_the_rows_are_those_of_the_inner_one():
     seen = []
 

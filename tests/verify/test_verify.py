@@ -271,6 +271,9 @@ CASES[Cause.ROUNDING] = {
         options={"has_aux": True},
     ),
     "right weights": Case(token_loss, batch=token_batch([10, 0, 20, 29]), **MASK),
+    "weights that round": Case(
+        token_loss, batch=TOKENS | {"mask": TOKENS["mask"] * 0.1}, **MASK
+    ),
     "a key for each example": Case(
         dropout_of_each, batch=BATCH | {"key": jax.random.split(KEY, 16)}
     ),
@@ -415,6 +418,11 @@ CASES[Cause.UNDETERMINED] = {
 
 CASES[Cause.RANDOMNESS] = {
     "dropout": Case(dropout, "dropout | jax.random.split(key, batch_size)", **KEYED),
+    "a factor of each": Case(
+        lambda p, b, key: mean_loss(p, b) * jax.random.uniform(key),
+        "Micro-batches draw other numbers",
+        **KEYED,
+    ),
     "a key that is closed over": Case(dropout, "for the whole batch at once"),
     "not of JAX": Case(not_of_jax, "Traced a second time"),
     "by position": Case(by_position, "own row", batch=BATCH | {"w": jnp.ones(16)}),
