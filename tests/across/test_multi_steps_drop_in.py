@@ -159,6 +159,16 @@ def test_it_survives_copying_and_is_a_static_argument():
     assert int(init(tx, PARAMS).mini_step) == 0
 
 
+def test_from_optax_keeps_what_the_skip_function_keeps():
+    theirs = optax.MultiSteps(SGD, 2, **SKIPS)
+    [grads] = gradients(1, bad=(0,))
+    _, state = theirs.update(grads, theirs.init(PARAMS), PARAMS)
+    ours = ga.from_optax(state)
+    assert bits(ours.skip_state) == bits(state.skip_state)
+    assert bool(ours.skip_state["should_skip"])
+    ga.MultiSteps(SGD, 2, **SKIPS).update(grads, ours, PARAMS)
+
+
 @pytest.mark.grid(2, 8)
 @pytest.mark.parametrize(
     ("at", "chained"), [(2, True), (3, False), (4, True), (0, False), (2, False)]

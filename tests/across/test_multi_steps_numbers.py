@@ -189,6 +189,17 @@ def test_what_a_function_keeps_has_the_dtype_that_it_began_with():
     assert bits(new.skip_state) == bits({"last": jnp.float32(3)})
 
 
+def test_an_optimizer_that_takes_one_dtype_alone_sees_that_of_the_gradients():
+    params, opt = jnp.ones(3, jnp.bfloat16), optax.novograd(0.1)
+    grads = [params, 3 * params]
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    with pytest.raises((TypeError, ValueError)):  # the twin
+        jax.jit(opt.update)(wide, opt.init(params), params)
+    due, _ = opt.update(2 * params, opt.init(params), params)
+    updates, _ = updates_of(ga.MultiSteps(opt, 2), grads, params)[-1]
+    assert bits(updates) == bits(due)
+
+
 @pytest.mark.grid(2)
 @pytest.mark.parametrize("held", range(1, 5))
 @pytest.mark.parametrize("weights", [None, [3.0, 1.0, 2.0, 5.0]])

@@ -254,6 +254,7 @@ def test_aux_keys_and_the_carry_are_put_together_over_all_devices():
 
     def loss(w, x, key, stats):
         new = {"mean": (stats["mean"] + jnp.mean(x)) / 2, "count": stats["count"] + 1}
+        new["most"] = jnp.maximum(stats["most"], x[0].astype(jnp.int32))
         aux = {"mean": jnp.mean(x), "sum": x.size, "last": x[0], "stack": x[0] > 5}
         keys = {"last": key, "stack": key, "drawn": jax.random.uniform(key)}
         return w * jnp.mean(x), (new, (aux, keys))
@@ -262,7 +263,7 @@ def test_aux_keys_and_the_carry_are_put_together_over_all_devices():
     keys = {"last": "last", "stack": "stack", "drawn": "stack"}
     options = {"has_aux": True, "rng_argnums": 2, "carry_argnums": 3}
     fun = mean_of(loss, 2, aux=(modes, keys), data_axis="data", **options)
-    stats = {"mean": jnp.float32(0.0), "count": jnp.int32(0)}
+    stats = {"mean": jnp.float32(0.0), "count": jnp.int32(0), "most": jnp.int32(0)}
     args = jnp.float32(2.0), x, jax.random.key(0), stats
     mesh = mesh_of(8)
     audit, ((value, (new, (aux, keys))), _) = compiled_and_run(fun, mesh, *args)
@@ -277,7 +278,7 @@ def test_aux_keys_and_the_carry_are_put_together_over_all_devices():
     devices = x.reshape(8, 2, 2).mean(-1)
     want = ((0 + devices[:, 0]) / 2 + devices[:, 1]) / 2
     np.testing.assert_allclose(new["mean"], want.mean(), rtol=1e-6)
-    assert int(new["count"]) == 2
+    assert (int(new["count"]), int(new["most"])) == (2, 30)
 
 
 def test_accumulate_stays_on_the_device_until_the_merge():
@@ -296,6 +297,18 @@ def test_accumulate_stays_on_the_device_until_the_merge():
     assert not audit.in_loop
     assert int(number) == 4  # micro-steps, which all devices do at the same time
     assert_close(grads, whole_batch(token_loss)[1])
+
+
+@pytest.mark.quick
+def test_what_empty_accumulators_of_devices_hold_is_not_merged():
+    def merged(x, count):
+        acc = ga.accumulator.init(x[0])._replace(total=x[0], count=count)
+        return ga.merge_across(acc, "data").total
+
+    specs = {"in_specs": (P("data"), P()), "out_specs": P(), "check_vma": False}
+    run = jax.jit(jax.shard_map(merged, mesh=mesh_of(2), **specs))
+    assert not np.any(run(jnp.full((2, 3), jnp.nan), jnp.int32(0)))
+    np.testing.assert_array_equal(run(jnp.ones((2, 3)), jnp.int32(1)), 2)  # the twin
 
 
 def test_fun_may_use_the_axis_for_a_collective_of_its_own():

@@ -106,6 +106,22 @@ def test_where_they_meet_those_are_there_that_merge_at_the_end(name, loss):
     assert distance(at_top_level(loss, name, AxisType.Auto), loss) < 1e-5
 
 
+@pytest.mark.quick
+def test_the_largest_number_is_that_of_all_devices():
+    """In a level that others wait for, and in the last."""
+
+    def loss(p, b):
+        h = jnp.tanh(b["x"] @ p["head"] / 9)
+        loss = jnp.mean(h / (2 + h.max() + h.min()))
+        return loss, (jnp.sin(h / loss).max(0), jnp.sin(h / loss).min(0))
+
+    mesh = mesh_of()
+    axis = ga.DataAxis("data", mesh=mesh)
+    step = jax.jit(ga.value_and_grad(loss, K, has_aux=True, data_axis=axis))
+    want = jax.jit(jax.value_and_grad(loss, has_aux=True))(*arguments())
+    assert off(step(*put(arguments(), mesh, (P(), P("data")))), want) < 1e-4
+
+
 @pytest.mark.parametrize("name", NEEDS_NO_MEETING)
 def test_where_they_meet_the_error_names_the_line(name):
     line = norm.__code__.co_firstlineno + 2
