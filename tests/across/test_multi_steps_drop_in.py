@@ -159,6 +159,25 @@ def test_it_survives_copying_and_is_a_static_argument():
     assert int(init(tx, PARAMS).mini_step) == 0
 
 
+@pytest.mark.parametrize("mean", [True, False], ids=["mean", "sum"])
+def test_acc_grads_are_the_mean_so_far_or_the_sum(mean):
+    tx, one, seen = ga.MultiSteps(SGD, 3, mean), jnp.ones(1), []
+    state = tx.init(one)
+    for g in (1.0, 3.0, 5.0):
+        _, state = tx.update(g * one, state, one)
+        seen.append(float(state.acc_grads[0]))
+    assert seen == [1, 2 if mean else 4, 0]
+
+
+def test_a_state_that_was_donated_can_be_printed():
+    tx = ga.MultiSteps(SGD, 2)
+    state = tx.init(PARAMS)
+    assert "skipped_windows" in repr(state)
+    jax.jit(tx.update, donate_argnums=1)(PARAMS, state, PARAMS)
+    assert state.counters.is_deleted()
+    assert "counters" in repr(state)
+
+
 def test_from_optax_keeps_what_the_skip_function_keeps():
     theirs = optax.MultiSteps(SGD, 2, **SKIPS)
     [grads] = gradients(1, bad=(0,))

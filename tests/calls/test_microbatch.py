@@ -183,7 +183,6 @@ def test_only_what_has_the_same_bits_is_summed_in_place():
     assert not adds_in_place("rematerialised", 2, optimize=False)
 
 
-@pytest.mark.quick
 def test_the_function_is_traced_once_for_any_number_of_micro_batches():
     _, params = MODELS["rematerialised"]
     weighted = {"weight_fn": lambda batch: jnp.sum(batch["y"][:, 0] > 0)}
@@ -217,7 +216,6 @@ def test_it_has_the_name_and_documentation_of_the_function():
 
 
 @pytest.mark.parametrize("optimize", OPTIMIZE)
-@pytest.mark.quick
 def test_the_compiled_program_does_not_grow_with_the_number_of_micro_batches(optimize):
     """So that compiling it takes no longer; a loop written out grows with each."""
     params = {"layers": _normal(0, 3, WIDTH, WIDTH), "out": _normal(1, WIDTH)}

@@ -55,7 +55,6 @@ def gradient_on(mesh, loss, *args, names="data", spec=WHOLE, **options):
     return ran(fun, mesh, *args, spec=spec, axes=names)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("size", [5, 20_001, 2**15], ids=["small", "odd", "large"])
 def test_sums_are_added_in_a_tree_whose_leaves_are_the_logical_devices(size):
     params, batch = np.zeros(size, np.float32), normal(L, size, seed=4)

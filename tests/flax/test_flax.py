@@ -108,6 +108,26 @@ def test_flush_closes_the_window_and_is_no_call():
     assert bits(state.flush()) == bits(state)  # an empty window
 
 
+def test_flush_passes_extra_arguments_on():
+    tx = ga.MultiSteps(times_rate(), 8)
+    state = create(tx).apply_gradients(grads=GRADS[0], rate=1.0).flush(rate=0.5)
+    np.testing.assert_array_equal(state.params["w"], PARAMS["w"] - GRADS[0]["w"] / 2)
+    model = nnx.Linear(2, 1, use_bias=False, rngs=nnx.Rngs(0))
+    before, optimizer = jnp.copy(model.kernel[...]), Optimizer(model, tx, wrt=nnx.Param)
+    ones = jax.tree.map(jnp.ones_like, nnx.state(model))
+    optimizer.update(model, ones, rate=1.0)
+    optimizer.flush(model, rate=0.5)
+    np.testing.assert_allclose(model.kernel[...], before - 0.5, rtol=1e-6)
+
+
+def test_of_a_module_what_is_not_named_in_wrt_stays():
+    model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+    optimizer = Optimizer(model, ga.MultiSteps(optax.sgd(1.0), 1), wrt=nnx.Param)
+    optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model)))
+    for x, due in ((model.scale, 0), (model.bias, -1), (model.mean, 0), (model.var, 1)):
+        np.testing.assert_array_equal(x[...], due)
+
+
 def test_weights_emit_fields_and_extra_arguments_pass_through():
     class WithStats(TrainState):
         batch_stats: dict = flax.struct.field(pytree_node=True)

@@ -121,7 +121,6 @@ def exact(grads, batch):
 
 
 @pytest.mark.grid(3)
-@pytest.mark.quick
 @pytest.mark.parametrize("model", MODELS)
 def test_sums_over_rows_of_bfloat16_are_those_of_float32(model, monkeypatch):
     if model == "cast_before" and not in_place.HAS_REFS:

@@ -434,6 +434,8 @@ divided(0) -> V it is 0. Use 1
 divided(lambda _: None) -> V for leaf ['embed'] | it is None
 divided(lambda _: 7) -> T result of the function | it is 7 of type int
 divided(blocks.Stacked("")) -> V one leading axis
+blocks.partition({"a": jnp.zeros((0, 3))}, blocks.Stacked("a"))
+  -> V one leading axis | shape (0, 3)
 two_names("a", "a/0") -> V have different names, but 'a/0'
 two_names("a", "a") -> V Name one of the blocks differently
 # A tree or a block that is not the partition's.
