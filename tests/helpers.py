@@ -24,6 +24,13 @@ from ga_optax._loop import fences, in_place
 from ga_optax._passes import read, table
 from ga_optax._passes.known import Reason
 
+# Each mode of the aux of `accumulate`, of numbers of micro-batches and their weights.
+MODES = {
+    "mean": lambda x, weights: np.average(x, axis=0, weights=weights),
+    "sum": lambda x, _: np.sum(x, axis=0),
+    "last": lambda x, _: x[-1],
+    "stack": lambda x, _: x,
+}
 SKIPS = {"should_skip_update_fn": optax.skip_not_finite}
 DROPS = {"should_drop_window_fn": ga.drop_window_if_not_finite}
 
@@ -62,9 +69,15 @@ def apart(ours, plain, *args):
     return off(jax.jit(ours)(*args), jax.jit(plain)(*args))
 
 
+@functools.lru_cache(maxsize=64)
+def undivided(fun, **options):
+    """Value and gradients of the whole batch, compiled once for all who compare."""
+    return jax.jit(jax.value_and_grad(fun, **options))
+
+
 def error(fun, k, *args, **options):
     """How far value and gradients of micro-batches are off those of the whole batch."""
-    return apart(ga.value_and_grad(fun, k, **options), jax.value_and_grad(fun), *args)
+    return apart(ga.value_and_grad(fun, k, **options), undivided(fun), *args)
 
 
 def array(*shape, scale=1.0, seed=0):

@@ -24,25 +24,29 @@ with contextlib.suppress(ImportError):  # pages alone need none
 ROOT = TESTS.parent
 
 
+BLOCK = re.compile(r"^```(python|text)\n(.*?)^```$", re.M | re.S)
+
+
 def page(name, text):
     """The text of a page, with what its programs print."""
-    namespace, printed = {"__name__": "__main__"}, io.StringIO()
+    namespace, printed, line = {"__name__": "__main__"}, io.StringIO(), 0
 
     def block(match):
-        nonlocal printed
+        nonlocal printed, line
         language, code = match.groups()
         if language == "python":
-            program = compile(
-                "\n" * text.count("\n", 0, match.start(2)) + code, name, "exec"
-            )
+            # So many lines before it that an error names the line of the page.
+            line = text.count("\n", 0, match.start(2))
             with contextlib.redirect_stdout(printed):
-                exec(program, namespace)
+                exec(compile("\n" * line + code, name, "exec"), namespace)
             return match[0]
         said, printed = printed.getvalue(), io.StringIO()
         return f"```text\n{said}```"
 
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        return re.sub(r"^```(python|text)\n(.*?)^```$", block, text, flags=re.M | re.S)
+        new = BLOCK.sub(block, text)
+    assert not printed.getvalue(), f"{name}, line {line}: no block shows what it prints"
+    return new
 
 
 def notebook(path):

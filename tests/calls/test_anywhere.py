@@ -171,7 +171,7 @@ def cases():
                 yield of, name
 
 
-@pytest.mark.grid(12, 40)
+@pytest.mark.grid(9, 40)
 @pytest.mark.usefixtures("fast_compilation", "float64")
 @pytest.mark.parametrize(("of", "name"), list(cases()))
 def test_it_is_the_function_wherever_it_stands(of, name):
@@ -273,7 +273,7 @@ PROGRAMS = (
 )
 
 
-@pytest.mark.usefixtures("float64")
+@pytest.mark.usefixtures("fast_compilation", "float64")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_what_comes_in_and_out_is_that_of_the_function(program):
     steps = (partial(program, divide) for divide in (in_pieces, whole))

@@ -11,7 +11,7 @@ import ga_optax as ga
 from ga_optax._partition import randoms
 
 pytestmark = [
-    pytest.mark.usefixtures("optax_promotion"),
+    pytest.mark.usefixtures("optax_promotion", "fast_compilation"),
     pytest.mark.filterwarnings("ignore:.*computed whole"),
 ]
 N, D, K = 16, 6, 4

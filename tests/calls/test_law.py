@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from corpus import losses
 from corpus.losses import LOSSES, N
-from helpers import array, bits, leaves_of, mean_of, off
+from helpers import array, bits, leaves_of, mean_of, off, undivided
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 import ga_optax as ga
 from ga_optax._calls import rows as of_rows
 
-pytestmark = pytest.mark.usefixtures("optax_promotion")
+pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
 EPS, EPS32 = np.finfo(np.float64).eps, np.finfo(np.float32).eps
 
 
@@ -31,7 +31,7 @@ def in_float64(fun, *args, k=4, make=ga.value_and_grad, **options):
     has_aux = options.get("has_aux", False)
     with jax.enable_x64(True):
         args = jax.tree.map(_wide, args)
-        want = jax.jit(jax.value_and_grad(fun, has_aux=has_aux))(*args)
+        want = undivided(fun, has_aux=has_aux)(*args)
         step = make(fun, k, accumulator_dtype=jnp.float64, **options)
         return jax.jit(step)(*args), want
 
@@ -79,7 +79,6 @@ QUICK = ("masked", "total")
 
 
 @pytest.mark.grid(3, 16)
-@pytest.mark.usefixtures("fast_compilation")
 @pytest.mark.filterwarnings("ignore:.*computed whole")
 @pytest.mark.parametrize(
     ("name", "k"),
@@ -93,6 +92,7 @@ def test_any_loss_has_the_value_gradients_and_aux_of_the_undivided_batch(name, k
     assert_close(*in_float64(LOSSES[name].fun, *args, k=k, has_aux=True))
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("name", SOME)
 def test_the_twin_each_micro_batch_by_itself_has_others(name):
     args = losses.arguments(dtype=np.float32)
@@ -100,7 +100,6 @@ def test_the_twin_each_micro_batch_by_itself_has_others(name):
     assert max(np.abs(x - y).max() for x, y in pairs) > 1e-4
 
 
-@pytest.mark.usefixtures("fast_compilation")
 @pytest.mark.filterwarnings("ignore:.*computed whole")
 def test_dropout_and_noise_are_those_of_the_undivided_batch_bit_for_bit():
     args, fun = losses.arguments(dtype=np.float32), LOSSES["dropout"].fun
@@ -274,7 +273,6 @@ def collectives(p, b):
     return (h @ p["out"]).std() + h.std(), h
 
 
-@pytest.mark.usefixtures("fast_compilation")
 @pytest.mark.parametrize("fun", [ensemble, collectives])
 def test_vmap_inside_is_no_other_than_the_program_that_it_writes(fun):
     with jax.enable_x64(True):
@@ -298,15 +296,12 @@ def unknown(p, b):
     return (h @ w).std(), {"h": h, "mean": twisted.bind(h.mean(0))}
 
 
-@pytest.mark.usefixtures("fast_compilation")
 @pytest.mark.filterwarnings("ignore:.*computed whole")
 def test_what_nothing_is_known_of_is_computed_whole_and_right():
-    fun = unknown
     args = losses.arguments(dtype=np.float32, width=4)
-    want = jax.jit(jax.value_and_grad(fun, has_aux=True))(*args)
-    got = jax.jit(ga.value_and_grad(fun, 4, has_aux=True))(*args)
-    assert_close(got, want, eps=EPS32)
-    found = ga.batch_dependencies(fun, 4, has_aux=True)(*args)
+    got = jax.jit(ga.value_and_grad(unknown, 4, has_aux=True))(*args)
+    assert_close(got, undivided(unknown, has_aux=True)(*args), eps=EPS32)
+    found = ga.batch_dependencies(unknown, 4, has_aux=True)(*args)
     assert {x.name for x in found.whole} == {"twisted"}
 
 

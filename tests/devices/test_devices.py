@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import leaves_of, mean_of, mesh_of, normal, put, refusals, says
+from helpers import MODES, leaves_of, mean_of, mesh_of, normal, put, refusals, says
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -255,11 +255,11 @@ def test_aux_keys_and_the_carry_are_put_together_over_all_devices():
     def loss(w, x, key, stats):
         new = {"mean": (stats["mean"] + jnp.mean(x)) / 2, "count": stats["count"] + 1}
         new["most"] = jnp.maximum(stats["most"], x[0].astype(jnp.int32))
-        aux = {"mean": jnp.mean(x), "sum": x.size, "last": x[0], "stack": x[0] > 5}
+        aux = dict.fromkeys(MODES, x[0]) | {"rows": x.size, "high": x[0] > 5}
         keys = {"last": key, "stack": key, "drawn": jax.random.uniform(key)}
         return w * jnp.mean(x), (new, (aux, keys))
 
-    modes = {name: name for name in ("mean", "sum", "last", "stack")}
+    modes = {mode: mode for mode in MODES} | {"rows": "sum", "high": "stack"}
     keys = {"last": "last", "stack": "stack", "drawn": "stack"}
     options = {"has_aux": True, "rng_argnums": 2, "carry_argnums": 3}
     fun = mean_of(loss, 2, aux=(modes, keys), data_axis="data", **options)
@@ -268,9 +268,10 @@ def test_aux_keys_and_the_carry_are_put_together_over_all_devices():
     mesh = mesh_of(8)
     audit, ((value, (new, (aux, keys))), _) = compiled_and_run(fun, mesh, *args)
     assert not audit.in_loop
-    assert (float(value), float(aux["mean"]), int(aux["sum"])) == (31.0, 15.5, 32)
-    assert float(aux["last"]) == 30.0
-    np.testing.assert_array_equal(aux["stack"], np.arange(0, 32, 2) > 5)
+    assert (float(value), int(aux["rows"])) == (31.0, 32)
+    np.testing.assert_array_equal(aux["high"], np.arange(0, 32, 2) > 5)
+    for mode, of_mode in MODES.items():
+        np.testing.assert_array_equal(aux[mode], of_mode(x[::2], None))
     drawn = jax.vmap(jax.random.bits)(keys["stack"])
     assert len(set(np.asarray(keys["drawn"]).tolist())) == 16
     assert jax.random.bits(keys["last"]) == drawn[-1] != drawn[-2]

@@ -1,7 +1,6 @@
 """The README and the pages of docs/: they run, and say what was measured."""
 
-import contextlib
-import io
+import itertools
 import json
 import pathlib
 import re
@@ -9,6 +8,7 @@ import re
 import jax
 import jax.numpy as jnp
 import optax
+import printed
 import pytest
 
 import ga_optax
@@ -31,31 +31,14 @@ TEXTS = {"README.md": README} | {
 PAGES = {name: text for name, text in TEXTS.items() if "```python" in text}
 
 
-def blocks(text):
-    """`[(language, line, code)]` of the fenced blocks of Python and of output."""
-    found = re.finditer(r"^```(python|text)\n(.*?)^```$", text, re.M | re.S)
-    return [(m[1], text.count("\n", 0, m.start()) + 2, m[2]) for m in found]
-
-
-def run(name, text):
-    """Runs a page; raises where a block does, or where it prints something else."""
-    namespace = {"__name__": "__main__"}
-    printed, waiting = io.StringIO(), ""
-    for language, line, code in blocks(text):
-        if language == "python":
-            # So many lines before it that an error names the line of the page.
-            program = compile("\n" * (line - 1) + code, name, "exec")
-            with contextlib.redirect_stdout(printed):
-                exec(program, namespace)
-            waiting = printed.getvalue()
-        else:
-            assert waiting == code, f"{name}, line {line}, says something else"
-            printed, waiting = io.StringIO(), ""
-    assert waiting == "", f"{name} prints at its end what is not on the page"
+def says_what_it_prints(name, text):
+    """Raises where a block does, and names the first line that shows something else."""
+    shown, new = (x.splitlines() for x in (text, printed.page(name, text)))
+    lines = enumerate(itertools.zip_longest(shown, new), 1)
+    assert [f"{name}, line {i}" for i, (a, b) in lines if a != b][:1] == [], new
 
 
 # The slowest page calls `verify` and L-BFGS several times, which take long to compile.
-@pytest.mark.usefixtures("optax_promotion")
 @pytest.mark.parametrize(
     "name",
     [
@@ -64,7 +47,24 @@ def run(name, text):
     ],
 )
 def test_every_block_of_the_page_runs_and_prints_what_it_says(name):
-    run(name, PAGES[name])
+    says_what_it_prints(name, PAGES[name])
+
+
+PAGE = "```python\nprint(1)\n```\n\n```text\n1\n```\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("```text\n1\n```\n", "page, line 9"),
+        ("```python\nprint(2)\n```\n", "page, line 8: no block shows"),
+    ],
+)
+def test_a_page_that_shows_something_else_is_seen_with_its_line(more, said):
+    """The twin."""
+    says_what_it_prints("page", PAGE)
+    with pytest.raises(AssertionError, match=said):
+        says_what_it_prints("page", PAGE + more)
 
 
 def test_no_block_of_python_escapes():
@@ -74,7 +74,7 @@ def test_no_block_of_python_escapes():
     assert {"huggingface", "recipes", "switch"} <= names
     for name, text in PAGES.items():
         fences = re.findall(r"^ *```+ *(\{code-block\} *)?(py\w*)", text, re.M)
-        run_here = [language for language, *_ in blocks(text) if language == "python"]
+        run_here = re.findall(r"^```python\n", text, re.M)
         marked = re.findall(
             r"^```\{code-block\} python\n:class: norun\n(.*?)^```$", text, re.M | re.S
         )

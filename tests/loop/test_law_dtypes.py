@@ -1,5 +1,6 @@
 """What happens to models of bfloat16 and float16: what rounds, and what overflows."""
 
+import functools
 import itertools
 
 import jax
@@ -103,10 +104,15 @@ def integers():
     return params, batch
 
 
+@functools.cache
+def wide_gradient(fun):
+    return jax.jit(jax.grad(lambda p, b: fun(p, b, WIDE)))
+
+
 def gradients(fun, place=None, **options):
     """Those of micro-batches in bfloat16, and those in float32."""
     params, batch = integers()
-    want = jax.jit(jax.grad(lambda p, b: fun(p, b, WIDE)))(params, batch)
+    want = wide_gradient(fun)(params, batch)
     if place is not None:
         mesh = mesh_of(2, kind=getattr(AxisType, place, AxisType.Auto))
         options["data_axis"] = ga.DataAxis("data", mesh=mesh, **PLACES[place])

@@ -116,7 +116,7 @@ def arguments(n, layers=LAYERS, width=WIDTH, hidden=HIDDEN, dtype=np.float32):
 
 
 @pytest.mark.grid(2, 6)
-@pytest.mark.usefixtures("optax_promotion", "float64")
+@pytest.mark.usefixtures("optax_promotion", "float64", "fast_compilation")
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("layer", WAYS)
 def test_experts_have_the_gradients_of_the_whole_batch(layer, how):

@@ -17,7 +17,7 @@ from ga_optax._passes import read
 pl = pytest.importorskip("jax.experimental.pallas")
 pltpu = pytest.importorskip("jax.experimental.pallas.tpu")
 pytestmark = [
-    pytest.mark.usefixtures("optax_promotion"),
+    pytest.mark.usefixtures("optax_promotion", "fast_compilation"),
     pytest.mark.filterwarnings("ignore:.*computed whole"),
     pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning"),
 ]

@@ -72,6 +72,7 @@ NAMES = [
 WIDE = {"accumulator_dtype": "float64"}
 
 
+@pytest.mark.usefixtures("fast_compilation")
 @pytest.mark.grid(7, 28)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("name", NAMES)

@@ -97,6 +97,7 @@ LOSSES = [of_weights, of_rows, of_columns, of_a_sum, unchecked, dropped, of_plac
 EACH = {"data_axis": ga.DataAxis("data", mesh=MESH, sync="each")}
 
 
+@pytest.mark.usefixtures("fast_compilation")
 @pytest.mark.parametrize("fun", [*LOSSES, meets])
 def test_value_and_gradients_are_those_of_the_whole_batch(fun):
     """Only where rows meet inside it is computed whole."""

@@ -30,7 +30,7 @@ def accumulate(grads, weights=None, *, dtype=jnp.float32, jit=True):
 
 @pytest.mark.cpu  # GPUs have one NaN
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-@hypothesis.given(hnp.arrays(np.uint32, hnp.array_shapes(min_side=0, max_dims=2)))
+@hypothesis.given(hnp.arrays(np.uint32, st.sampled_from([(), (0,), (7,), (2, 3)])))
 def test_the_mean_of_one_gradient_is_that_gradient_bit_for_bit(jit, pattern):
     # Infinities, payloads of NaN and -0 among them. Additions on a CPU flush subnormal
     # numbers to zero of their sign, and make a signalling NaN a quiet one.

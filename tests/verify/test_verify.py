@@ -501,7 +501,7 @@ def needs(report, fun):
     return found
 
 
-@pytest.mark.grid(10, 99)
+@pytest.mark.grid(6, 99)
 @pytest.mark.parametrize(
     ("cause", "name"), [(cause, name) for cause in CASES for name in CASES[cause]]
 )

@@ -228,7 +228,7 @@ def plain_and_ours(name, mesh):
     return *steps, (p, b, *keys)
 
 
-@pytest.mark.grid(6, 14)
+@pytest.mark.grid(4, 14)
 @pytest.mark.parametrize("kind", [None, "Auto", "Explicit"])
 @pytest.mark.parametrize("name", MEANS)
 def test_a_mean_costs_what_micro_batches_by_themselves_cost(name, kind):
