@@ -129,6 +129,7 @@ EXTREMA = {
 }
 
 
+@pytest.mark.grid(2, 99)
 @pytest.mark.parametrize("name", EXTREMA)
 def test_some_row_attains_an_extremum_whatever_the_passes_round(name):
     x = np.random.default_rng(2).normal(size=(N, D))

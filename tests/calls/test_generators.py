@@ -86,7 +86,7 @@ LOSSES = [plain, over_layers, again, of_columns, of_keys, of_pairs, uneven]
 BOUND = 1e-5  # float32, sums of at most a thousand terms: c n eps with c about 1/10
 
 
-@pytest.mark.grid(7, 14)
+@pytest.mark.grid(4, 14)
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("fun", LOSSES)
 def test_the_option_asks_for_the_draw_of_the_whole_batch(fun, impl, whole_draws):

@@ -298,7 +298,7 @@ def frozen(use):
 
 
 @FAST
-@pytest.mark.grid(2, 8)
+@pytest.mark.grid(1, 8)
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 @pytest.mark.parametrize("use", ["product", "index", "full_like", "key"])
 def test_an_argument_without_a_role_may_lie_on_the_mesh(use, kind):
