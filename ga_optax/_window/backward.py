@@ -183,7 +183,8 @@ def _looped(
     adds = _chosen_additions(values, program, operands, shared)
     pairs = zip(residuals, batch[0], strict=True)
     adds += [additions.stacked(x, j not in cotangents) for j, x in pairs]
-    late = buffers if way.cotangents is None else mine | cotangents
+    # Nothing adds to `mine` any more: to read a number of them costs no copy.
+    late = buffers if way.cotangents is None else cotangents | mine
     given = {j: cotangents.get(j) for j in residuals}
     stacks, moved = _stacks(values, buffers, given, parts, late)
 
