@@ -161,6 +161,9 @@ FAULTS = """
 * pieces of the rows of the whole batch
 - range(min(function.number, rows), 0, -1)
 + range(max(1, function.number // w.axis.size), 0, -1)
+@ _passes/gathered.py: test_devices
+* an embedding is gathered whole in each micro-batch
++ def _looked_up(...): return None
 @ _passes/shards.py: test_law_devices
 * a frozen argument that is gathered whole
 + def _is_split(...): return False

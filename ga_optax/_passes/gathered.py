@@ -5,19 +5,36 @@ axis that splits the batch. Every layer then communicates activations. A shardin
 constraint here says that a parameter is whole over that axis, after the parameter is
 cast, and after a scan has sliced the parameter. So the network carries the layer's
 parameters in low precision, and a reduce-scatter of their gradients.
+
+A constraint before this one says that each device casts its own part. The compiler
+carries constraints back over casts and barriers, and would gather in high precision.
 """
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ga_optax._devices import meshes
 from ga_optax._passes import constraints, primitives, read, rewrite
 from ga_optax._passes.facts import Facts
 from ga_optax._passes.log import left_alone
 from ga_optax._passes.read import Program
 
 Entries = tuple[Any, ...]  # of a PartitionSpec, one for each dimension
+
+
+class _Specs(NamedTuple):
+    """How a parameter is sharded, and how once it is gathered."""
+
+    sharded: Entries
+    gathered: Entries
+
+    def of_last(self, rank: int) -> "_Specs":
+        """Those of the last dimensions; a scan slices along the leading one."""
+        sharded, gathered = (x[len(x) - rank :] for x in self)
+        return _Specs(sharded, gathered)
 
 
 def gathered(program: Program, facts: Facts) -> Program:
@@ -31,12 +48,12 @@ def gathered(program: Program, facts: Facts) -> Program:
         entries += (None,) * (x.aval.ndim - len(entries))
         rest = tuple(constraints.without(entry, sharding.axes) for entry in entries)
         if rest != entries:
-            sharded[x] = rest
+            sharded[x] = _Specs(entries, rest)
     return program._replace(jaxpr=_gathered(jaxpr, sharded, sharding.mesh))
 
 
-def _gathered(jaxpr: core.Jaxpr, sharded: dict[Any, Entries], mesh: Any) -> core.Jaxpr:
-    """The program with constraints; `sharded` are variables and specs once gathered."""
+def _gathered(jaxpr: core.Jaxpr, sharded: dict[Any, _Specs], mesh: Any) -> core.Jaxpr:
+    """The program with constraints; `sharded` are variables and their specs."""
     sharded, whole = dict(sharded), dict[Any, core.Var]()
 
     def change(equation: core.JaxprEqn) -> list[core.JaxprEqn]:
@@ -52,20 +69,59 @@ def _gathered(jaxpr: core.Jaxpr, sharded: dict[Any, Entries], mesh: Any) -> core
             def change_inner(inner: core.Jaxpr) -> core.Jaxpr:
                 pairs: Any = zip(inner.invars, ins, strict=True)
                 specs = {v: sharded[x] for v, x in pairs if read.is_among(x, sharded)}
-                # A scan slices along the leading dimension.
-                specs = {v: x[len(x) - v.aval.ndim :] for v, x in specs.items()}
+                specs = {v: x.of_last(v.aval.ndim) for v, x in specs.items()}
                 return _gathered(inner, specs, mesh)
 
             return [rewrite.with_inner(equation, change_inner)]
+        is_table = equation.primitive.name == "gather" and params == ins[:1]
+        if is_table and (found := _looked_up(equation, sharded[ins[0]], mesh)):
+            return found
         if read.inner_programs(equation):
             name = equation.primitive.name
             left_alone(equation, f"{name} gets parameters that are gathered before")
         new = []
         for x in dict.fromkeys(params):
             if x not in whole:
-                whole[x] = core.Var(x.aval)
-                sharding = NamedSharding(mesh, PartitionSpec(*sharded[x]))
-                new.append(constraints.placed(x, whole[x], sharding, equation))
+                part, whole[x] = core.Var(x.aval), core.Var(x.aval)
+                for old, to, spec in zip(
+                    (x, part), (part, whole[x]), sharded[x], strict=True
+                ):
+                    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+                    new.append(constraints.placed(old, to, sharding, equation))
         return [*new, equation.replace(invars=rewrite.rename(ins, whole))]
 
     return rewrite.changed(jaxpr, change)
+
+
+def _looked_up(
+    equation: core.JaxprEqn, specs: _Specs, mesh: Any
+) -> list[core.JaxprEqn] | None:
+    """A lookup in each device's columns of a table, such as an embedding; or None.
+
+    What is found is sent to the devices of the rows, if that is less than the table.
+    """
+    numbers, sizes = (
+        equation.params["dimension_numbers"],
+        equation.params["slice_sizes"],
+    )
+    [table, _], [found] = equation.invars, equation.outvars
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * found.aval.ndim
+    places, parts = iter(numbers.offset_dims), 1
+    for d, (before, after) in enumerate(zip(*specs, strict=True)):
+        place = None if d in gone else next(places)
+        if before == after:
+            continue
+        if place is None or sizes[d] != table.aval.shape[d]:
+            return None
+        entries[place] = after
+        names = {*meshes.names_in(before)} - {*meshes.names_in(after)}
+        parts *= math.prod(mesh.shape[name] for name in names)
+    if read.numbers(found.aval.shape) > parts * read.numbers(table.aval.shape):
+        return None
+    result = core.Var(found.aval)
+    spec = NamedSharding(mesh, PartitionSpec(*entries))
+    return [
+        equation.replace(outvars=[result]),
+        constraints.placed(result, found, spec, equation),
+    ]

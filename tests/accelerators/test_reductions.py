@@ -1,5 +1,7 @@
 """Sharded sums and sharded parameters, by the compilers of GPUs and TPUs."""
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -108,6 +110,45 @@ def test_sharded_parameters_are_gathered_and_gradients_reduce_scattered(
             assert inside({}) == (3, {"all-reduce"})
         else:
             assert inside({}) == (due, {"all-gather", "all-reduce"})
+
+
+@pytest.mark.parametrize(
+    ("target", "options"), [("h200:8", {}), ("v5p:2x2x2", SCATTERS)]
+)
+def test_what_a_model_casts_is_gathered_in_bfloat16(target, options):
+    """Layers, twice a micro-batch. What a table is read for goes to its rows."""
+    words, length, low = 8192, 16, jnp.bfloat16
+
+    def of_tokens(params, tokens):
+        def layer(h, w):
+            return h + jnp.tanh(h @ w.astype(low)), None
+
+        h = params["table"].astype(low)[tokens]
+        h = jax.lax.scan(jax.checkpoint(layer), h, params["layers"])[0]
+        return jnp.mean(h.astype(jnp.float32) ** 2)
+
+    mesh = AbstractMesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
+    shapes = {"table": (words, WIDTH), "layers": (LAYERS, WIDTH, WIDTH)}
+    specs = {"table": P(None, "data"), "layers": P(None, None, "data")}
+    params = {
+        name: jax.ShapeDtypeStruct(
+            dims, jnp.float32, sharding=NamedSharding(mesh, specs[name])
+        )
+        for name, dims in shapes.items()
+    }
+    place = NamedSharding(mesh, P("data"))
+    tokens = jax.ShapeDtypeStruct((K * 64, length), jnp.int32, sharding=place)
+    axis = ga.DataAxis("data", param_specs=specs, sync="each")
+    step = ga.value_and_grad(of_tokens, K, data_axis=axis)
+    with machines.find(target).arguments((params, tokens)) as args:
+        lowered = jax.jit(lambda *args: step(*args)).lower(*args)
+    sent = collections.Counter()
+    for c in ga.audit(lowered.compile(compiler_options=options)).in_loop:
+        sent[c.kind] += c.total_bytes
+    layers = LAYERS * WIDTH * WIDTH * 2 // DEVICES
+    ids = 64 * length * 4 // DEVICES
+    assert sent["all-gather"] == K * (2 * layers + ids)
+    assert sent["all-to-all"] == 2 * K * 64 // DEVICES * length * WIDTH * 2
 
 
 def needed(program):

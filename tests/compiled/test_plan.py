@@ -231,7 +231,7 @@ def machine(monkeypatch):
     def get_topology_desc(*args, **kwargs):
         asked.append((args, kwargs))
         name = kwargs.get("topology") or args[0]
-        number = 8 if name in ("v5e:2x4", "1x1x8") else 1
+        number = 8 if name in ("v5e:2x4", "1x1x8", "1x2x4") else 1
         return types.SimpleNamespace(devices=jax.devices()[:number])
 
     def make_mesh(topology, sizes, names):
@@ -270,12 +270,12 @@ def test_the_limit_is_what_programs_may_use_of_the_target(machine, name, limit):
 
 @pytest.mark.cpu
 def test_the_name_says_what_the_compiler_is_asked_for(machine):
-    for name in ("v5e", "v5p", "v5p:4x4x8", "h200:8"):
-        planned(name, MESH if name == "h200:8" else None, candidates=[1])
-    tpu, v5p, torus, gpu = machine
+    for name in ("v5e", "v5p", "v5p:4x4x8", "h200:8", "h200:2x4"):
+        planned(name, MESH if "h200" in name else None, candidates=[1])
+    tpu, v5p, torus, gpu, hosts = machine
     assert (tpu, v5p) == ((("v5e:1x1", "tpu"), {}), (("v5p:1x1x1", "tpu"), {}))
     assert torus == (("v5p:4x4x8", "tpu"), {"wrap": (True, True, True)})
-    assert gpu[1]["topology"] == "1x1x8"
+    assert (gpu[1]["topology"], hosts[1]["topology"]) == ("1x1x8", "1x2x4")
     assert "NVIDIA H200" in gpu[1]["target_config"]
     assert "device_memory_size: 151397597184" in gpu[1]["target_config"]
 
@@ -310,7 +310,10 @@ UNKNOWN = r"target must be one of a100, .* but it is"
     [
         ("h100:8", None, r"shardings over the 8 devices .*AbstractMesh"),
         ("h100", MESH, r"one mesh of the 1 devices .*\{'data': 8\}"),
-        *((name, None, UNKNOWN) for name in ("mac", "h100:2x", "v5e-4", "", 8)),
+        *(
+            (name, None, UNKNOWN)
+            for name in ("mac", "h100:2x", "h100:1x2x4", "v5e-4", "", 8)
+        ),
     ],
 )
 def test_an_unknown_target_and_arguments_that_do_not_lie_on_it_raise(

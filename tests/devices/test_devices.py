@@ -1,7 +1,9 @@
 """On many devices: one reduction a window, and the gradient of the whole batch."""
 
+import collections
 import contextlib
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -246,6 +248,36 @@ def test_sync_each_reduces_in_every_micro_step(kind):
     # Every micro-step gathers each layer, and once more for its backward pass.
     assert sum(c.total_bytes for c in gathered) <= 2 * 4 * matrices // 8
     assert {c.kind for c in audit.in_loop} <= {"all-gather", *REDUCTIONS}
+
+
+@pytest.mark.parametrize("rows", [32, 4096])
+def test_sync_each_sends_what_a_table_is_read_for_or_the_table(rows):
+    """An embedding, each of whose columns lies on one device."""
+    mesh, words, width = mesh_of(8), 64, 32
+    table = jax.random.normal(jax.random.key(0), (words, width))
+    ids = jax.random.randint(jax.random.key(1), (rows,), 0, words)
+
+    def loss(table, ids):
+        return jnp.mean(jnp.sin(table[ids]) ** 2)
+
+    expected = jax.value_and_grad(loss)(table, ids)
+    axis = ga.DataAxis("data", mesh=mesh, param_specs=P(None, "data"), sync="each")
+    specs = P(None, "data"), P("data")
+    places = tuple(NamedSharding(mesh, spec) for spec in specs)
+    args = jax.device_put((table, ids), places)
+    step = jax.jit(ga.value_and_grad(loss, 2, data_axis=axis)).lower(*args).compile()
+    chex.assert_trees_all_close(step(*args), expected, rtol=1e-5, atol=1e-8)
+    sent = collections.Counter()
+    for c in ga.audit(step, mesh).in_loop:
+        sent[c.kind] += c.num_bytes
+    found, whole = rows // 2 // 8 * width * 4, words * width * 4
+    if rows == 32:  # what is found goes to its rows, and comes back
+        assert sent["all-to-all"] == 2 * found < whole
+        assert sent["all-reduce"] < 8
+    else:  # more than the table: that is gathered, and its gradient reduced
+        assert found > whole
+        assert sent["all-gather"] == whole // 8
+        assert sent["all-reduce"] + sent["reduce-scatter"] >= whole
 
 
 def test_aux_keys_and_the_carry_are_put_together_over_all_devices():
