@@ -17,6 +17,7 @@ Compiling takes twenty minutes of CPU time. Each program is kept in `.programs`,
 content, so a run that was stopped goes on where it was. `--quick` is small.
 """
 
+import argparse
 import collections
 import contextlib
 import dataclasses
@@ -461,16 +462,7 @@ def main() -> None:
     """Prints the tables, and writes the JSON if asked to."""
     parser = record.make_parser(__doc__)
     args = parser.parse_args()
-    try:
-        versions()
-    except importlib.metadata.PackageNotFoundError as missing:
-        parser.error(
-            f"it needs {' and '.join(COMPILERS)}, but {missing.name} is not there. "
-            "`make accelerators` installs both into .venv-accelerators: run it with "
-            "that Python."
-        )
-    jax.config.update("jax_platforms", "cpu")  # where constants lie
-    jax.config.update("jax_enable_compilation_cache", False)  # it cannot load them
+    without_devices(parser)
     content: dict[str, Any] = {
         "device": "compiled for " + ", ".join(TARGETS) + " without a device",
         "num_microbatches": K,
@@ -482,23 +474,38 @@ def main() -> None:
     record.write(args.json, content, versions())
 
 
+def without_devices(parser: argparse.ArgumentParser) -> None:
+    """Sets JAX up to compile alone; an error if a compiler is not installed."""
+    try:
+        versions()
+    except importlib.metadata.PackageNotFoundError as missing:
+        parser.error(
+            f"it needs {' and '.join(COMPILERS)}, but {missing.name} is not there. "
+            "`make accelerators` installs both into .venv-accelerators: run it with "
+            "that Python."
+        )
+    jax.config.update("jax_platforms", "cpu")  # where constants lie
+    jax.config.update("jax_enable_compilation_cache", False)  # it cannot load them
+
+
 def print_rows(name: str, rows: Rows) -> None:
     """Prints a table, or one table a field if rows have a number for each target."""
     if name.startswith("devices"):
         head = ["target", "way", "over_gradient", "over_gradient_in_loop", "kinds"]
         print(f"\n{name}")
-        record.print_table(head, [[_cell(row[name]) for name in head] for row in rows])
+        record.print_table(head, [[cell(row[name]) for name in head] for row in rows])
         return
     for field in rows[0]:
         if field == "needed_mb" or field.startswith("over"):
             print(f"\n{name}: {field}")
             targets = list(rows[0][field])
-            cells = [[_cell(row[field].get(t, "-")) for t in targets] for row in rows]
+            cells = [[cell(row[field].get(t, "-")) for t in targets] for row in rows]
             named = [[row["way"], *line] for row, line in zip(rows, cells, strict=True)]
             record.print_table(["way", *targets], named)
 
 
-def _cell(value: Any) -> Any:
+def cell(value: Any) -> Any:
+    """A number of a table, rounded."""
     return round(value, 2) if isinstance(value, float) else value
 
 

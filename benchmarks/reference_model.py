@@ -6,6 +6,7 @@ over its layers and rematerialises them, as one does if memory is short.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -65,10 +66,18 @@ def init(config: Config) -> Any:
     return params | norms | {"layers": layers}
 
 
-def loss(config: Config, params: Any, tokens: jax.Array) -> jax.Array:
-    """Mean cross-entropy of the next token; tokens are int32 `[rows, length + 1]`."""
+def loss(
+    config: Config,
+    params: Any,
+    tokens: jax.Array,
+    pin: Callable[[jax.Array], jax.Array] = lambda h: h,
+) -> jax.Array:
+    """Mean cross-entropy of the next token; tokens are int32 `[rows, length + 1]`.
+
+    `pin` may set a sharding on activations and logits, whose first axis is the rows.
+    """
     bfloat16 = jnp.bfloat16
-    h = params["embedding"].astype(bfloat16)[tokens[:, :-1]]
+    h = pin(params["embedding"].astype(bfloat16)[tokens[:, :-1]])
     turns = _turns(config)
 
     @jax.checkpoint
@@ -76,11 +85,12 @@ def loss(config: Config, params: Any, tokens: jax.Array) -> jax.Array:
         p = {name: x.astype(bfloat16) for name, x in p.items()}
         h = h + _attention(config, p, _norm(h, p["norm_a"]), turns)
         x = _norm(h, p["norm_b"])
-        return h + (jax.nn.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"], None
+        h = h + (jax.nn.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"]
+        return pin(h), None
 
     h, _ = jax.lax.scan(layer, h, params["layers"])
     h = _norm(h, params["norm_final"].astype(bfloat16))
-    logits = (h @ params["head"].astype(bfloat16)).astype(jnp.float32)
+    logits = pin(h @ params["head"].astype(bfloat16)).astype(jnp.float32)
     each = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     return jnp.mean(each)
 

@@ -4,7 +4,8 @@
     python benchmarks/suite.py --quick --results /tmp/results --pictures /tmp/pictures
 
 Each benchmark runs in a process of its own and writes a file to the folder of results.
-The table and the pictures are made from these files alone. The suite takes ten minutes
+The table and the pictures are made from these files alone. Each line has the limit, the
+best peer, ours, and the script that prints more. The suite takes ten minutes
 on two CPU cores, and 20 GB. With `--quick` it shows in a minute that everything runs,
 but its numbers mean nothing.
 """
@@ -14,11 +15,14 @@ import pathlib
 import subprocess
 import sys
 import time
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import any_loss
+import head
 import micro_step
 import peers
+import price
 import record
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -42,60 +46,89 @@ COMMANDS: dict[str, list[str]] = {
     "head.json": ["head.py"],
 }
 
-COLUMNS = {
-    "ga_optax": (micro_step.APPLIED, peers.OURS),
-    "optimize=False": (peers.OURS_PLAIN,),
-    "ga.MultiSteps": (peers.OURS_LOOP,),
-    "optax.MultiSteps": (peers.MULTI_STEPS,),
-    "microbatching": (peers.MICROBATCHING,),
-    "plain scan": (peers.SCAN,),
-    "rows in place": (peers.SCAN_KEPT,),
-    "unrolled": (peers.UNROLLED,),
-    "two programs": (peers.TWO_PROGRAMS,),
-    "two passes": (any_loss.HAND,),
-}
+COLUMNS = ["figure", "unit", "limit", "peer", "ga_optax", "printed by"]
+MOST = 4 / 3  # the work of two forward passes and one backward, over one of each
 
 
-def rows_of(results: pathlib.Path) -> list[list[Any]]:
-    """The rows of the table: case, k, unit, and a number for each way."""
-    names = "sweep", "window", "memory", "collectives", "compile_time", "any_loss"
-    sweep, window, memory, collective, compile_time, meeting, dispatch = (
-        record.read(results / f"{name}.json") for name in (*names, "dispatch")
-    )
-    cases: list[tuple[str, int, str, dict[str, float]]] = []
-    for group in ("by_size", "by_k", "by_optimizer"):
-        for row in sweep[group]:
-            size = f"{row['million_parameters']:.3g} M"
-            case = f"micro-step, {row['optimizer']}, {size}"
-            cases.append((case, row["k"], "x floor", row["over_floor"]))
-    for row in dispatch["results"]:
-        case = f"a call, {row['leaves']} small leaves"
-        cases.append((case, dispatch["k"], "x optax.MultiSteps", row["over_optax"]))
-    for row in window["results"]:
-        case = f"window, {row['model']}, {row['rows']} rows"
-        k = window["num_microbatches"]
-        cases.append((case, k, "x sum of parts", row["ratio_to_parts"]))
-    for row in meeting["results"]:
-        k = meeting["num_microbatches"]
-        for what, field in (("time", "time_ratio"), ("memory", "memory_ratio")):
-            cases.append((f"{row['case']}: {what}", k, "x undivided", row[field]))
-    for name, record_, unit, field in (
-        ("memory", memory, "x parameters", "over_params"),
-        ("bytes on the wire", collective, "x gradient", "over_gradient"),
-        ("work of a device", collective, "x its share", "work_over_share"),
-        ("compile", compile_time, "s", "seconds"),
-    ):
-        cases += [(name, row["k"], unit, row[field]) for row in record_["results"]]
-    return [
-        [case, k, unit, *(_cell(numbers, names) for names in COLUMNS.values())]
-        for case, k, unit, numbers in cases
-    ]
+class Line(NamedTuple):
+    """A line of the table.
+
+    Attributes:
+      figure: what was measured.
+      unit: the unit.
+      limit: the number of the work that has to be done alone, if it is known; where
+        rows meet, the memory of micro-batches each by itself.
+      peer: the number of the best peer, if there is one.
+      ours: the number of ga_optax.
+      script: the script that measured it.
+    """
+
+    figure: str
+    unit: str
+    limit: float | None
+    peer: float | None
+    ours: float
+    script: str
+
+    @property
+    def cells(self) -> list[str]:
+        """The texts of the line."""
+        numbers = self.limit, self.peer, self.ours
+        shown = ["-" if x is None else f"{x:.2f}" for x in numbers]
+        return [self.figure, self.unit, *shown, f"python benchmarks/{self.script}"]
 
 
-def _cell(numbers: dict[str, float], names: tuple[str, ...]) -> str:
-    """The number of whichever of these names was measured."""
-    values = [numbers[name] for name in names if name in numbers]
-    return f"{values[0]:.2f}" if values else "-"
+def lines_of(results: pathlib.Path) -> Iterator[Line]:
+    """The lines of the table, from a folder of results."""
+
+    def read(name: str) -> dict[str, Any]:
+        return record.read(results / f"{name}.json")
+
+    sweep = read("sweep")
+    for row in [*sweep["by_size"], *sweep["by_k"], *sweep["by_optimizer"]]:
+        size = f"{row['million_parameters']:.3g} M, k = {row['k']}"
+        figure, of = f"micro-step, {row['optimizer']}, {size}", row["over_floor"]
+        peer, ours = of[peers.MULTI_STEPS], of[micro_step.APPLIED]
+        yield Line(figure, "x floor", 1, peer, ours, "sweep.py")
+    for row in read("dispatch")["results"]:
+        figure, of = f"a call, {row['leaves']} small leaves", row["over_optax"]
+        ours = of[micro_step.APPLIED]
+        yield Line(figure, "x optax.MultiSteps", None, 1, ours, "dispatch.py")
+    for row in read("window")["results"]:
+        figure = f"window, {row['model']}, {row['rows']} rows"
+        of = row["ratio_to_parts"]
+        peer = min(of[peers.MICROBATCHING], of[peers.SCAN])
+        yield Line(figure, "x sum of parts", None, peer, of[peers.OURS], "window.py")
+    for row in read("memory")["results"]:
+        figure, of = f"memory of a step, k = {row['k']}", row["over_params"]
+        peer = min(of[peers.MICROBATCHING], of[peers.SCAN])
+        yield Line(figure, "x parameters", None, peer, of[peers.OURS], "memory.py")
+    for row in read("collectives")["results"]:
+        figure, of = f"gradients sent, k = {row['k']}", row["over_gradient"]
+        peer, ours = of[peers.SCAN_KEPT], of[peers.OURS]
+        yield Line(figure, "x gradient", 1, peer, ours, "collectives.py")
+    compile_time = read("compile_time")
+    for row in [*compile_time["large"], *compile_time["rows_meet"]]:
+        figure, seconds = f"trace and lower, {row['program']}", row["seconds"]
+        ours = seconds[peers.OURS] / seconds[peers.SCAN]
+        yield Line(figure, "x plain scan", None, 1, ours, "compile_time.py")
+    for row in read("any_loss")["results"]:
+        time_, memory = row["time_ratio"], row["memory_ratio"]
+        for what, limit, of in (
+            ("time", MOST, time_),
+            ("memory", memory[peers.SCAN], memory),
+        ):
+            figure = f"{row['case']}: {what}"
+            peer, ours = of.get(any_loss.HAND), of[peers.OURS]
+            yield Line(figure, "x undivided", limit, peer, ours, "any_loss.py")
+    for row in read("price")["results"]:
+        figure, of = f"memory, {row['case']}", row["of_undivided"]
+        limit, ours = of[price.ALONE], of[peers.OURS]
+        yield Line(figure, "x undivided", limit, None, ours, "price.py")
+    ways = {row["way"]: row["over_best"] for row in read("head")["results"]}
+    for dtype, ours in ways[head.OURS].items():
+        figure = f"memory of a head in {dtype}"
+        yield Line(figure, "x best by hand", None, 1, ours, "head.py")
 
 
 def main() -> None:
@@ -124,7 +157,7 @@ def main() -> None:
     folders = ["--results", str(args.results.resolve())]
     run_script(["pictures.py", *folders, "--out", str(args.pictures.resolve())])
     print(f"\n[{time.perf_counter() - start:5.0f} s] all of it\n")
-    record.print_table(["case", "k", "unit", *COLUMNS], rows_of(args.results))
+    record.print_table(COLUMNS, [line.cells for line in lines_of(args.results)])
 
 
 def run_script(command: list[str]) -> None:

@@ -101,12 +101,14 @@ def _named_sharding(x: Any) -> NamedSharding | None:
 
 
 def find(name: str) -> Target:
-    """The target with a name such as "h100", "h100:8", "v5e" or "v5e:2x4"."""
+    """The target with a name such as "h100", "h100:8x8", "v5e" or "v5e:2x4"."""
     kind, _, shape = name.partition(":") if isinstance(name, str) else ("", "", "")
-    if kind not in {*_TPUS, *_GPUS} or not re.fullmatch(r"(\d+(x\d+)*)?", shape):
+    fits = r"(\d+(x\d+)*)?" if kind in _TPUS else r"(\d+(x\d+)?)?"
+    if kind not in {*_TPUS, *_GPUS} or not re.fullmatch(fits, shape):
         raise ValueError(
             f"target must be one of {', '.join([*_GPUS, *_TPUS])}, but it is {name!r}. "
-            'Add the number of GPUs, as in "h100:8", or the topology, as in "v5e:2x4".'
+            'Add the number of GPUs, as in "h100:8", of hosts and of the GPUs of one, '
+            'as in "h100:4x8", or the topology, as in "v5e:2x4".'
         )
     extra = "target-tpu" if kind in _TPUS else "target-gpu"
     try:
@@ -130,8 +132,9 @@ def find(name: str) -> Target:
             shared=gpu[8] * 2**10,
             optin=(gpu[8] - 1) * 2**10,
         )
+        hosts = shape if "x" in shape else f"1x{shape or 1}"
         topology = topologies.get_topology_desc(
-            platform="cuda", target_config=config, topology=f"1x1x{shape or 1}"
+            platform="cuda", target_config=config, topology=f"1x{hosts}"
         )
         return Target(topology, math.floor(gpu[7] * _SHARE))
     except Exception as error:

@@ -153,8 +153,9 @@ def plan(
         local device; a CPU has no limit.
       candidates: the numbers of micro-batches to choose from. None takes all divisors
         of `batch_size`.
-      target: a machine that this process does not have, such as "h100", "h100:8" or
-        "v5e:2x4"; see {doc}`/memory`. None plans for the devices of this process.
+      target: a machine that this process does not have, such as "h100", "h100:8",
+        "h100:4x8" (four hosts) or "v5e:2x4"; see {doc}`/memory`. None plans for the
+        devices of this process.
 
     Returns:
       The `Plan`. `str(plan)` also lists the leaves whose gradients are not added in
