@@ -1,20 +1,23 @@
 """Time and memory of losses whose rows meet: contrastive, batch norm, experts.
 
     python benchmarks/any_loss.py
+    python benchmarks/any_loss.py --layers 4 --width 1024 --rows 16384 --target h200
 
 There are k = 8 micro-batches. The gradient of the whole batch is computed undivided; by
 `ga.value_and_grad` of the same loss; by two passes written by hand, as GradCache does,
 if that can be done; and by a plain scan, whose every micro-batch is a batch of its own:
 the gradient of another loss. How far each is from the undivided gradient is in the
 table. The sides take turns in one process, so a busy machine slows all of them; a time
-is the median over the turns. Temporaries are exact.
+is the median over the turns. Temporaries are exact. With `--target` nothing runs: they
+are read from programs compiled for a machine that is not here (`make accelerators`).
 """
 
 import collections
 import functools
+import importlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -203,11 +206,42 @@ def temporaries(program: jax.stages.Compiled) -> int:
     return memory.temp_size_in_bytes
 
 
+def batch_of(name: str, rows: int, width: int) -> jax.Array:
+    """The batch of a case."""
+    columns = 2 * width if name == "contrastive" else width
+    return jax.random.normal(jax.random.key(1), (rows, columns))
+
+
+def memory_row(name: str, bytes_of: dict[str, int]) -> dict[str, Any]:
+    """The row of the table for one case, of temporaries alone."""
+    return {
+        "case": name,
+        "temporaries": bytes_of,
+        "mb": {way: b / 1e6 for way, b in bytes_of.items()},
+        "memory_ratio": {w: b / bytes_of[UNDIVIDED] for w, b in bytes_of.items()},
+    }
+
+
+def measure_for(target: str, layers: int, width: int, rows: int) -> Iterator[Any]:
+    """The rows of the table for a machine that is not here."""
+    compiled = importlib.import_module("accelerators").compiled
+    # The functions do not know the width; parameters and batch are shapes alone.
+    params = jax.eval_shape(
+        lambda: {name: case.params for name, case in cases(layers, width).items()}
+    )
+    for name, case in cases(layers, 8).items():
+        batch = jax.eval_shape(functools.partial(batch_of, name, rows, width))
+        programs = {
+            way: compiled(target, jax.jit(gradient), params[name], batch)
+            for way, gradient in ways_of(case).items()
+        }
+        yield memory_row(name, {w: p.temporaries for w, p in programs.items()})
+
+
 def measure(name: str, case: Case, rows: int, rounds: int) -> dict[str, Any]:
     """The row of the table for one case."""
     width = jax.tree.leaves(case.params)[0].shape[-1]
-    columns = 2 * width if name == "contrastive" else width
-    batch = jax.random.normal(jax.random.key(1), (rows, columns))
+    batch = batch_of(name, rows, width)
     programs = {
         way: jax.jit(gradient).lower(case.params, batch).compile()
         for way, gradient in ways_of(case).items()
@@ -225,13 +259,9 @@ def measure(name: str, case: Case, rows: int, rounds: int) -> dict[str, Any]:
     time_of = {way: statistics.median(times) for way, times in seconds.items()}
     whole = grads[UNDIVIDED]
     bytes_of = {way: temporaries(program) for way, program in programs.items()}
-    return {
-        "case": name,
+    return memory_row(name, bytes_of) | {
         "seconds": time_of,
         "time_ratio": {w: t / time_of[UNDIVIDED] for w, t in time_of.items()},
-        "temporaries": bytes_of,
-        "mb": {way: b / 1e6 for way, b in bytes_of.items()},
-        "memory_ratio": {w: b / bytes_of[UNDIVIDED] for w, b in bytes_of.items()},
         "difference": {
             way: float(jnp.linalg.norm(g - whole) / jnp.linalg.norm(whole))
             for way, g in grads.items()
@@ -246,20 +276,32 @@ def main() -> None:
     parser.add_argument("--width", type=int)
     parser.add_argument("--rows", type=int, help="of the batch")
     parser.add_argument("--rounds", type=int, help="calls of each side")
+    parser.add_argument("--target", help="a machine to compile for, such as h200")
     args = parser.parse_args()
     layers = args.layers or (1 if args.quick else 4)
     width = args.width or (16 if args.quick else 256)
     rows = args.rows or (64 if args.quick else 2048)
     rounds = args.rounds or (1 if args.quick else 7)
 
-    results = [
-        measure(name, case, rows, rounds) for name, case in cases(layers, width).items()
-    ]
+    content: dict[str, Any] = {"layers": layers, "width": width, "rows": rows}
+    versions = None
+    if args.target:
+        accelerators = importlib.import_module("accelerators")
+        accelerators.without_devices(parser)
+        versions = accelerators.versions()
+        content["device"] = f"compiled for {args.target} without a device"
+        results = list(measure_for(args.target, layers, width, rows))
+    else:
+        content["rounds"] = rounds
+        all_ = cases(layers, width).items()
+        results = [measure(name, case, rows, rounds) for name, case in all_]
     for title, field, form in (
         ("Time over the undivided batch's", "time_ratio", ".2f"),
         ("MB of temporaries", "mb", ".1f"),
         ("Distance to the undivided gradient, over its norm", "difference", ".0e"),
     ):
+        if field not in results[0]:
+            continue
         print(f"\n{title}; {rows} rows, k = {K}")
         record.print_table(
             ["case", *WAYS],
@@ -272,8 +314,8 @@ def main() -> None:
                 for row in results
             ],
         )
-    content = {"layers": layers, "width": width, "rows": rows, "rounds": rounds}
-    record.write(args.json, content | {"num_microbatches": K, "results": results})
+    content |= {"num_microbatches": K, "results": results}
+    record.write(args.json, content, versions)
 
 
 if __name__ == "__main__":

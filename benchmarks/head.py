@@ -259,8 +259,7 @@ def main() -> None:
     versions: dict[str, str] = {}
     if args.targets:
         accelerators = importlib.import_module("accelerators")
-        jax.config.update("jax_platforms", "cpu")  # where constants lie
-        jax.config.update("jax_enable_compilation_cache", False)
+        accelerators.without_devices(parser)
         versions = accelerators.versions()
         names = ", ".join(args.targets)
         content: dict[str, Any] = {"device": f"compiled for {names} without a device"}

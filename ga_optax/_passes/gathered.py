@@ -100,28 +100,27 @@ def _looked_up(
 
     What is found is sent to the devices of the rows, if that is less than the table.
     """
-    numbers, sizes = (
-        equation.params["dimension_numbers"],
-        equation.params["slice_sizes"],
-    )
-    [table, _], [found] = equation.invars, equation.outvars
+    how, [out] = equation.params, equation.outvars
+    table: Any = equation.invars[0].aval
+    found: Any = out.aval
+    numbers = how["dimension_numbers"]
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * found.aval.ndim
+    entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * found.ndim
     places, parts = iter(numbers.offset_dims), 1
     for d, (before, after) in enumerate(zip(*specs, strict=True)):
         place = None if d in gone else next(places)
         if before == after:
             continue
-        if place is None or sizes[d] != table.aval.shape[d]:
+        if place is None or how["slice_sizes"][d] != table.shape[d]:
             return None
         entries[place] = after
         names = {*meshes.names_in(before)} - {*meshes.names_in(after)}
         parts *= math.prod(mesh.shape[name] for name in names)
-    if read.numbers(found.aval.shape) > parts * read.numbers(table.aval.shape):
+    if read.numbers(found.shape) > parts * read.numbers(table.shape):
         return None
-    result = core.Var(found.aval)
-    spec = NamedSharding(mesh, PartitionSpec(*entries))
+    result = core.Var(found)
+    sharding = NamedSharding(mesh, PartitionSpec(*entries))
     return [
         equation.replace(outvars=[result]),
-        constraints.placed(result, found, spec, equation),
+        constraints.placed(result, out, sharding, equation),
     ]

@@ -40,7 +40,9 @@ def check_provenance(result):
 # By compilers that the suite does without, and by trainers.
 COMPILED = {
     "accelerators.json": "python benchmarks/accelerators.py --json",
+    "any_loss_compiled.json": "python benchmarks/any_loss.py --layers 4 --width 1024",
     "head_compiled.json": "python benchmarks/head.py --targets",
+    "scale.json": "python benchmarks/scale.py --json",
 }
 
 
