@@ -41,6 +41,7 @@ SIZES = {
 QUICK = {"quick": Config(256, 4, 2, 512, 2, 512, 128, 1)}
 TARGETS = {"H100, 8 hosts of 8": "h100:8x8", "v5p, 4 x 4 x 4": "v5p:4x4x4"}
 MAXTEXT = "as MaxText does"
+UNPINNED = "no constraints in the model"
 
 
 class Way(NamedTuple):
@@ -67,6 +68,8 @@ def ways(config: Config, specs: Any) -> Iterator[Way]:
     pinned = functools.partial(loss, pin=split_by_rows)
     yield Way(peers.MICROBATCHING, peers.microbatch(pinned, DEVICES))
     yield Way(MAXTEXT, as_maxtext(pinned, specs))
+    yield Way(f"{MAXTEXT}, {UNPINNED}", as_maxtext(loss, specs))
+    yield Way("ga_optax, no data_axis", ga.value_and_grad(pinned, K))
     for sync in ("each", "last"):
         axis = ga.DataAxis("data", param_specs=specs, sync=sync)
         name = f'ga_optax, param_specs, sync="{sync}"'
@@ -139,7 +142,7 @@ def measure(config: Config) -> Iterator[dict[str, Any]]:
                 "target": name,
                 "way": way.name,
                 "needed_gb": program.needed / 1e9,
-                "fits": program.needed <= limit,
+                "fits": "yes" if program.needed <= limit else "no",
                 "sent_gb": kinds.total() / 1e9,
                 "over_gradient": kinds.total() / num_bytes,
                 "kinds": ", ".join(f"{k} {n / 1e9:.1f}" for k, n in kinds.items()),

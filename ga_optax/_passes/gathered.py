@@ -26,13 +26,13 @@ Entries = tuple[Any, ...]  # of a PartitionSpec, one for each dimension
 
 
 class _Specs(NamedTuple):
-    """How a parameter is sharded, and how once it is gathered."""
+    """The entries of a parameter while it is sharded, and once it is gathered."""
 
     sharded: Entries
     gathered: Entries
 
     def of_last(self, rank: int) -> "_Specs":
-        """Those of the last dimensions; a scan slices along the leading one."""
+        """The entries of the last dimensions; a scan slices along the leading one."""
         sharded, gathered = (x[len(x) - rank :] for x in self)
         return _Specs(sharded, gathered)
 
