@@ -574,6 +574,10 @@ FAULTS = """
 * blocks of a stack: every layer is added to the first
 - return acc.total if index is None else with_slices(total, index, acc.total)
 + return acc.total if index is None else with_slices(total, 0 * index, acc.total)
+@ blocks/_select.py: test_blocks
+* blocks of a stack: the number of the layer is copied to each device
+- beside.sharding if known and beside.committed else None
++ None
 @ blocks/_summary.py: test_blocks
 * blocks of a stack: one number for all layers
 - first = 0 if next(group).index is None else 1
@@ -639,6 +643,8 @@ FAULTS = """
 * what a function keeps changes the dtype
 - return decision, choices.cast_like(new, getattr(self.state, field))
 + return decision, new
+* NumPy computes with a restored state
++ def _as_array(...): return given[0]
 * an optimizer of one dtype gets wider gradients
 - except (TypeError, ValueError, FutureWarning):
 + except ZeroDivisionError:
