@@ -69,13 +69,6 @@ def scatter(x: jax.Array, placement: Placement, ndim: int) -> jax.Array:
     return x
 
 
-def summed(x: jax.Array, placement: Placement, axes: Axes, ndim: int) -> jax.Array:
-    """`reduce` of one slice of a leaf with `ndim` dimensions."""
-    other_axes = tuple(name for name in axes if name not in placement.axes)
-    x = scatter(x, placement, ndim)
-    return jax.lax.psum(x, other_axes) if other_axes else x
-
-
 def reduce(leaves: list[Any], where: Sequence[Placement], axes: Axes) -> list[Any]:
     """The sum over devices: an all-reduce, or a reduce-scatter of a sharded leaf."""
     result, groups = [], {}
