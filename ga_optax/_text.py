@@ -88,7 +88,7 @@ def _short(x: Any) -> str:
     return f"<{number}, {nbytes:,} bytes>"
 
 
-def ruled(rows: Sequence[Sequence[str]], left: Iterable[int] = ()) -> list[str]:
+def ruled(rows: Sequence[Sequence[str]], left: Iterable[int]) -> list[str]:
     """Lines of a table as `columns` makes it, with a rule under the header."""
     rule = ["-" * max(map(len, column)) for column in zip(*rows, strict=True)]
     return columns([rows[0], rule, *rows[1:]], left)

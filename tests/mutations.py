@@ -449,8 +449,8 @@ FAULTS = """
 - keys = [jax.random.fold_in(key, state.acc.count) for key in operands.keys]
 + keys = [jax.random.fold_in(key, 0 * state.acc.count) for key in operands.keys]
 * a weight that is used twice
-- step = MicroStep(factor, skip, zero, index)
-+ step = MicroStep(weight, skip, zero, index)
+- step = MicroStep(factor, weight, zero, index)
++ step = MicroStep(weight, weight, zero, index)
 * a weight that is counted twice
 - weights = self.vary(acc.weight + one, one)
 + weights = self.vary(acc.weight + one + one, one)

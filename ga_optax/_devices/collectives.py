@@ -212,9 +212,7 @@ def _resharded(x: Any, spec: PartitionSpec, axes: Axes, mesh: AnyMesh) -> Any:
     explicit = meshes.explicit_names(mesh)
     if not set(axes) & set(explicit):
         return x
-    sharding = jax.typeof(x).sharding
-    old_spec = list(sharding.spec) if isinstance(sharding, NamedSharding) else []
-    entries = []
+    entries, old_spec = [], meshes.spec_of_type(x)
     for _, old, new in itertools.zip_longest(range(jnp.ndim(x)), old_spec, spec):
         other_names = (name for name in meshes.names_in(old) if name not in axes)
         data_names = (name for name in meshes.names_in(new) if name in explicit)
