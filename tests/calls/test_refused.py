@@ -5,6 +5,7 @@ A table has a row for each error: `code -> V parts
 `ValueError`, and T of a `TypeError`. A row goes on in lines that are indented.
 """
 
+import collections
 import copy
 import functools
 
@@ -238,6 +239,7 @@ def test_what_does_not_fit_is_refused(make, code, error, said):
 
 PARAMS = {"w": jnp.ones((3, 8, 16)), "b": jnp.ones(16)}
 LOGICAL = ga.DataAxis("data", logical_devices=4)
+ORDERED = collections.OrderedDict(w=P(), b=P())
 
 
 def verify(fun=untraced, params=W, batch=X, k=2, **options):
@@ -394,7 +396,7 @@ sharded(NAME=P("data")) -> V leaf ['w'] | (3, 8, 16)
 sharded(NAME={"w": P(), "c": P()}) -> V prefix | leaf ['b'] has no spec | Pass jax
 sharded(NAME={"w": P(), "b": P(), "c": P()})
   -> V prefix | have no leaf ['c'], which has a spec | Pass jax.tree
-sharded(NAME=OrderedDict(w=P(), b=P())) -> V prefix | types of containers | Pass jax
+sharded(NAME=ORDERED) -> V prefix | the types of containers differ | Pass jax
 sharded(NAME=P("dta")) -> V NAME must name axes of the mesh, each once
   | the only leaf names 'dta', and | Name one
 sharded(NAME=P(None, ("data", "dta"))) -> V axes of the mesh, each once
