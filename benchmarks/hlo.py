@@ -70,7 +70,7 @@ def count_adds(text: str, shapes: Iterable[Shape], k: int | None = None) -> Adds
             if not loops or loops[0][1] != k:
                 continue
             is_inside, loops = True, loops[1:]
-        inner = module.inside(placed.instruction)
+        inner = _inside(module, placed.instruction)
         kind = _kind(placed.instruction, inner, wanted)
         if kind is None:
             continue
@@ -166,13 +166,21 @@ def traffic(text: str, pick: Callable[..., Traffic] = max) -> Traffic:
             branch = pick(map(of, instruction.called), key=lambda t: t.num_bytes)
             return _sum([branch, Traffic(branches=1)])
         if opcode not in ("call", "while"):
-            return _of_kernel(instruction, module.inside(instruction))
+            return _of_kernel(instruction, _inside(module, instruction))
         trips = module.trips(instruction) if opcode == "while" else 1
         if trips is None:
             raise ValueError(f"The loop {instruction.name} has no known trip count.")
         return _sum(map(of, instruction.called), trips)
 
     return of(module.entry)
+
+
+def _inside(module: hlo.Module, instruction: hlo.Instruction) -> list[hlo.Instruction]:
+    """The instructions of a fusion; `[instruction]` for any other instruction."""
+    if instruction.opcode != "fusion":
+        return [instruction]
+    walks = map(module.walk, instruction.called)
+    return [placed.instruction for walk in walks for placed in walk]
 
 
 def _of_kernel(kernel: hlo.Instruction, inner: list[hlo.Instruction]) -> Traffic:

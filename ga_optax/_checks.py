@@ -44,8 +44,8 @@ def check_type(name: str, value: Any, kind: type, todo: str) -> None:
         )
 
 
-def check_int(name: str, value: Any, todo: str, *, least: int = 1) -> int:
-    """Returns `value` as an int of at least `least`, or raises."""
+def check_int(name: str, value: Any, todo: str) -> int:
+    """Returns `value` as an int of at least 1, or raises."""
     try:
         if isinstance(value, (bool, np.bool_)):
             raise TypeError
@@ -55,9 +55,8 @@ def check_int(name: str, value: Any, todo: str, *, least: int = 1) -> int:
             f"{name} must be an int, but it is {brief(value)} of type "
             f"{type(value).__name__}. {todo}"
         ) from None
-    if number < least:
-        required = "not be negative" if least == 0 else f"be at least {least}"
-        raise ValueError(f"{name} must {required}, but it is {number}. {todo}")
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1, but it is {number}. {todo}")
     return number
 
 

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 WIDTH = 88
+_MOST = 8  # names that are listed
 
 
 def columns(rows: Iterable[Sequence[str]], left: Iterable[int] = ()) -> list[str]:
@@ -37,22 +38,22 @@ def columns(rows: Iterable[Sequence[str]], left: Iterable[int] = ()) -> list[str
     ]
 
 
-def wrap(paragraph: str, width: int = WIDTH) -> list[str]:
+def wrap(paragraph: str) -> list[str]:
     """Lines of a paragraph, each with the indent of the first."""
     indent = " " * (len(paragraph) - len(paragraph.lstrip()))
     return textwrap.wrap(
         paragraph,
-        width,
+        WIDTH,
         subsequent_indent=indent,
         break_long_words=False,
         break_on_hyphens=False,
     ) or [""]
 
 
-def listed(names: Sequence[object], most: int = 8) -> str:
+def listed(names: Sequence[object]) -> str:
     """The first names in words, and the number of further names."""
-    shown = ", ".join(repr(name) for name in names[:most])
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+    shown, more = ", ".join(map(repr, names[:_MOST])), len(names) - _MOST
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def repr_of(name: str, fields: Mapping[str, Any]) -> str:
@@ -88,7 +89,7 @@ def _short(x: Any) -> str:
     return f"<{number}, {nbytes:,} bytes>"
 
 
-def ruled(rows: Sequence[Sequence[str]], left: Iterable[int] = ()) -> list[str]:
+def ruled(rows: Sequence[Sequence[str]], left: Iterable[int]) -> list[str]:
     """Lines of a table as `columns` makes it, with a rule under the header."""
     rule = ["-" * max(map(len, column)) for column in zip(*rows, strict=True)]
     return columns([rows[0], rule, *rows[1:]], left)

@@ -452,8 +452,8 @@ FAULTS = """
 - keys = [jax.random.fold_in(key, state.acc.count) for key in operands.keys]
 + keys = [jax.random.fold_in(key, 0 * state.acc.count) for key in operands.keys]
 * a weight that is used twice
-- step = MicroStep(factor, skip, zero, index)
-+ step = MicroStep(weight, skip, zero, index)
+- step = MicroStep(factor, weight, zero, index)
++ step = MicroStep(weight, weight, zero, index)
 * a weight that is counted twice
 - weights = self.vary(acc.weight + one, one)
 + weights = self.vary(acc.weight + one + one, one)
@@ -577,6 +577,10 @@ FAULTS = """
 * blocks of a stack: every layer is added to the first
 - return acc.total if index is None else with_slices(total, index, acc.total)
 + return acc.total if index is None else with_slices(total, 0 * index, acc.total)
+@ blocks/_select.py: test_blocks
+* blocks of a stack: the number of the layer is copied to each device
+- beside.sharding if known and beside.committed else None
++ None
 @ blocks/_summary.py: test_blocks
 * blocks of a stack: one number for all layers
 - first = 0 if next(group).index is None else 1
@@ -642,6 +646,8 @@ FAULTS = """
 * what a function keeps changes the dtype
 - return decision, choices.cast_like(new, getattr(self.state, field))
 + return decision, new
+* NumPy computes with a restored state
++ def _as_array(...): return given[0]
 * an optimizer of one dtype gets wider gradients
 - except (TypeError, ValueError, FutureWarning):
 + except ZeroDivisionError:

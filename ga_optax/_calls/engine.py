@@ -170,7 +170,7 @@ def trace(call: Call) -> Traced:
     with explained(call):
         closed, out = make(of_params, rows.types_of_all(call))
     check_not_reduced(call, closed.out_avals[0])
-    references.check_own(closed.jaxpr, "value_and_grad")
+    references.check_own(closed.jaxpr)
     return Traced(call, closed, out)
 
 

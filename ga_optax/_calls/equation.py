@@ -291,19 +291,16 @@ def _call(
     devices = like.devices
     if devices.axes:
         devices = devices.with_params(tuple(xs[i] for i in params))
-    call = Call(
+    return Call(
         options,
         tuple(xs),
         {},
         roles=roles,
         batch_axes=[divided.axes[i] for i in batch],
-        devices=devices,
+        devices=devices.for_arrays(xs, options.optimize),
         rows=len(moved),
         sums=True,
     )
-    if call.num_parts == 1:
-        return call
-    return call._replace(devices=devices.for_arrays(xs, options.optimize))
 
 
 def _unknown(*args: Any) -> None:

@@ -105,11 +105,9 @@ def _micro_batch(call: Call, x: jax.Array) -> Callable[..., Any]:
 def _multiplies(call: Call, closed: core.ClosedJaxpr, arguments: Any) -> bool:
     """True if weights must multiply gradients, and not the cotangent of the loss."""
     loss: Any = closed.jaxpr.outvars[0].aval
-    if jnp.finfo(loss.dtype).bits < 32:
+    if jnp.finfo(loss.dtype).bits < 32 or not call.options.optimize:
         return True
-    # After the sums over devices of a backward pass a product is too late.
-    plain = not (call.options.optimize or call.devices.each)
-    return plain or not _scales(closed, *arguments)
+    return not _scales(closed, *arguments)
 
 
 def _scales(closed: core.ClosedJaxpr, params: list[Any], *rest: Any) -> bool:

@@ -186,13 +186,6 @@ class Module:
         known = counts and upwards and constant and by > 0
         return max(0, -(-(stop - first) // by)) if known else None
 
-    def inside(self, instruction: Instruction) -> list[Instruction]:
-        """The instructions of a fusion; `[instruction]` for any other instruction."""
-        if instruction.opcode != "fusion":
-            return [instruction]
-        walks = map(self.walk, instruction.called)
-        return [placed.instruction for walk in walks for placed in walk]
-
 
 def argument(instruction: Instruction) -> str:
     """The name of the program's argument that an instruction reads, or ""."""

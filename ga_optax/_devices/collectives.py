@@ -69,13 +69,6 @@ def scatter(x: jax.Array, placement: Placement, ndim: int) -> jax.Array:
     return x
 
 
-def summed(x: jax.Array, placement: Placement, axes: Axes, ndim: int) -> jax.Array:
-    """`reduce` of one slice of a leaf with `ndim` dimensions."""
-    other_axes = tuple(name for name in axes if name not in placement.axes)
-    x = scatter(x, placement, ndim)
-    return jax.lax.psum(x, other_axes) if other_axes else x
-
-
 def reduce(leaves: list[Any], where: Sequence[Placement], axes: Axes) -> list[Any]:
     """The sum over devices: an all-reduce, or a reduce-scatter of a sharded leaf."""
     result, groups = [], {}
@@ -219,9 +212,7 @@ def _resharded(x: Any, spec: PartitionSpec, axes: Axes, mesh: AnyMesh) -> Any:
     explicit = meshes.explicit_names(mesh)
     if not set(axes) & set(explicit):
         return x
-    sharding = jax.typeof(x).sharding
-    old_spec = list(sharding.spec) if isinstance(sharding, NamedSharding) else []
-    entries = []
+    entries, old_spec = [], meshes.spec_of_type(x)
     for _, old, new in itertools.zip_longest(range(jnp.ndim(x)), old_spec, spec):
         other_names = (name for name in meshes.names_in(old) if name not in axes)
         data_names = (name for name in meshes.names_in(new) if name in explicit)

@@ -30,23 +30,22 @@ class MicroStep(NamedTuple):
     """The weight and the index of a micro-batch, for all gradients.
 
     Attributes:
-      weight: the factor of the gradients; None if it is a factor of the cotangent.
-      skip: the weight if gradients of weight 0 are left out; None if every device has
-        to add.
+      factor: the weight, if it multiplies the gradients and not the cotangent; or None.
+      weight: the weight; gradients of weight 0 are left out. None without weights.
       zero: see `accumulator.rounded`; None if nothing has to be rounded first.
       index: the place of the micro-batch in the stacks of this device.
     """
 
+    factor: jax.Array | None
     weight: jax.Array | None
-    skip: jax.Array | None
     zero: jax.Array | None
     index: jax.Array | None = None
 
     def counted(self, g: jax.Array) -> jax.Array:
         """`g`, or a zero that changes no sum if the micro-batch has weight 0."""
-        if self.skip is None:
+        if self.weight is None:
             return g
-        return jnp.where(self.skip == 0, -jnp.zeros_like(g), g)
+        return jnp.where(self.weight == 0, -jnp.zeros_like(g), g)
 
 
 class Addition(NamedTuple):
@@ -73,15 +72,15 @@ class Addition(NamedTuple):
 
     def add(self, total: jax.Array, g: jax.Array, step: MicroStep) -> jax.Array:
         """The sum after the addition of a gradient that has left the backward pass."""
-        if step.weight is not None:
-            g = accumulator.weighted(g, step.weight, total.dtype, step.zero)
+        if step.factor is not None:
+            g = accumulator.weighted(g, step.factor, total.dtype, step.zero)
         elif self.bare and step.zero is not None:
             g = accumulator.rounded(g, step.zero)
         if self.scattered is not None:
             return accumulator.plus(total, self._part(g.astype(total.dtype), step))
         if not self.stacked:  # the sum stays as it is if the micro-batch has weight 0
-            return accumulator.add_terms([total], [g], step.skip)[0]
-        g = step.counted(g).astype(total.dtype)
+            return accumulator.add_terms([total], [g], step.weight)[0]
+        g = g.astype(total.dtype)
         if not self.begins:
             g = accumulator.plus(
                 jax.lax.dynamic_index_in_dim(total, step.index, keepdims=False), g
@@ -175,8 +174,8 @@ def add(
             writes = [functools.partial(x.write, step) for x, _ in pairs]
             return sending.run(gradients, types, [*refs.values()], writes)
 
-    if refs and step.skip is not None and all(x.scattered is None for x in additions):
-        grads = _unless(step.skip == 0, backward, trees.blank([*types.values()]))
+    if refs and step.weight is not None and all(x.scattered is None for x in additions):
+        grads = _unless(step.weight == 0, backward, trees.blank([*types.values()]))
     else:
         grads = backward()
     with jax.named_scope("accumulate"):

@@ -82,16 +82,11 @@ def if_holds(
     predicate: jax.Array, step: Callable[..., Any], start: Any, batch: list[jax.Array]
 ) -> Any:
     """`step(start, batch)`, or `start` and zeros to collect."""
-    step, (state_types, types) = _traced_once(step, start, batch)
+    step, (_, types) = _traced_once(step, start, batch)
     types, structure = jax.tree.flatten(types)
 
     def stay() -> Any:
-        def unchanged(x: jax.Array, to: Any) -> jax.Array:
-            same = x.shape == to.shape and meshes.varying(x) == meshes.varying(to)
-            return x if same else trees.blank([to])[0]  # a sum may have been reduced
-
-        state = jax.tree.map(unchanged, start, state_types)
-        return state, jax.tree.unflatten(structure, trees.blank(types))
+        return start, jax.tree.unflatten(structure, trees.blank(types))
 
     return jax.lax.cond(predicate, lambda: step(start, batch), stay)
 

@@ -62,9 +62,9 @@ class Loop:
       num_microbatches: how many micro-batches there are.
       additions: how gradients are added.
       rounds_once: True if gradients are rounded in the accumulator alone.
-      begins: True if the accumulator is known to be empty, see `accumulator.begun`.
       rows: how many leaves of the batch are differentiated: the first ones.
       index: which leaf of the batch is the index of the micro-batch, if `rows`.
+      begins: True if the accumulator is known to be empty, see `accumulator.begun`.
       moved: pairs `(leaf of the batch, total)`: a micro-batch reads the leaf at its
         place in the total, before the gradient is written over this place.
     """
@@ -73,10 +73,10 @@ class Loop:
     devices: DeviceContext
     num_microbatches: int
     additions: Additions
-    rounds_once: bool = False
+    rounds_once: bool
+    rows: int
+    index: int
     begins: bool = False
-    rows: int = 0
-    index: int = 0
     moved: tuple[tuple[int, int], ...] = ()
 
     def __call__(self, operands: Operands) -> State:
@@ -162,10 +162,7 @@ class Loop:
                 cotangent = weight.astype(loss.dtype)
         carry, aux = rest[: len(state.carry)], rest[len(state.carry) :]
         zero = accumulator.unknown_zero(acc.count) if program.optimize else None
-        # If the backward pass sums over devices, every device has to run it, and no
-        # device may leave out the sums.
-        skip = None if self.devices.sums_already else weight
-        step = MicroStep(factor, skip, zero, index)
+        step = MicroStep(factor, weight, zero, index)
         pull = functools.partial(_pull, pullback, trees.like(cotangent, loss))
         total = additions.add(self.additions, acc.total, step, pull)
         with jax.named_scope("accumulate"):

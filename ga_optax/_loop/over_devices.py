@@ -1,6 +1,5 @@
 """The states of several devices are put together after the loop."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -44,11 +43,10 @@ def of_logical(loop: Loop, operands: Operands, devices: DeviceContext) -> State:
         ]
         triples = zip(loop.program.folds, a.results, b.results, strict=True)
         results = [FOLDS[name].join(x, y) for name, x, y in triples]
-        weights = a.weights and [a.weights[0] + b.weights[0], b.weights[1]]
+        weights = [a.weights[0] + b.weights[0], b.weights[1]]
         return State(acc, carry, results, weights)
 
     buffers = [loop.start(operands)] * number.bit_length()  # one for each level
-    loop = dataclasses.replace(loop, begins=False)
     (*_, state), collected = logical.run_loop(
         run, (indices, batch), number, buffers, join
     )

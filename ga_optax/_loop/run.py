@@ -26,7 +26,7 @@ class Outcome(NamedTuple):
     results: list[jax.Array]
     carry: list[jax.Array]
     acc: Flat
-    rows: Sequence[jax.Array] = ()
+    rows: Sequence[jax.Array]
 
 
 def run(
@@ -48,16 +48,8 @@ def run(
     """
     num_microbatches = len(operands.batch[0]) // (devices.logical or 1)
     off = "" if program.optimize else "optimize=False"
-    if off and begins and num_microbatches == 1:
-        off = "one micro-batch adds to nothing"
     whys = in_place.reasons(off, program, operands, devices.scattered)
     in_place.report(devices.names, whys)
-    if devices.sums_already and program.multiplies:
-        raise ValueError(
-            'sync="each" must scale the loss by the weight, but fun has custom_vjp, '
-            'float16 or a loss of low precision in it. Use sync="last", or a float32 '
-            "loss."
-        )
     adds = additions.choose(program, operands.acc.total, whys, devices.scattered)
     leaves = operands.batch[: operands.rows]
     # The sums that the compiler reduces over devices in each micro-step would be twice

@@ -46,7 +46,7 @@ class Records:
     programs: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
 
-def note_of(e: core.JaxprEqn, size: int, name: str | None = None) -> Note:
+def note_of(e: core.JaxprEqn, size: int, name: str | None) -> Note:
     """The note of an equation that computes, or reads, `size` numbers."""
     if name is None:
         name = "new_ref" if references.is_group(e) else known.hides(e)

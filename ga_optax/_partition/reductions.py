@@ -197,10 +197,9 @@ def _only_stopped(jaxpr: core.Jaxpr, variable: Any) -> bool:
 def argument(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     """`argmax` and `argmin`: the first micro-batch that attains it says where."""
     [v] = vs
-    axes = tuple(e.params["axes"])
-    if v.rows.segments > 1 or len(axes) > 1:
+    if v.rows.segments > 1:
         return None
-    [axis], x = axes, jax.lax.stop_gradient(v.x)
+    [axis], x = e.params["axes"], jax.lax.stop_gradient(v.x)
     at = w.run(e, [x])
     best = jnp.take_along_axis(x, jnp.expand_dims(at, axis), axis).squeeze(axis)
     rows = v.x.shape[axis]
@@ -215,8 +214,6 @@ def collective(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
 
     The axis of a `jax.vmap` with an `axis_name` is a number here: an axis of the array.
     """
-    if e.params.get("axis_index_groups") is not None:
-        return None
     axes = tuple(a for a in e.params["axes"] if isinstance(a, int))
     out: list[Result] = []
     for v in vs:

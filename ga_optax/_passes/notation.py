@@ -1,14 +1,14 @@
 """The notation of the dimensions of primitives.
 
-The notation is that of Shardy's sharding rules. Each dimension has a *factor*, by name:
+Each dimension has a *factor*, or None: it is always whole. A part of a call along a
+factor needs the same part of the operands with this factor, and all of the others. The
+parts of a result without the factor are added up. For `x @ w` the dimensions are
+`[["b", "t", "c"], ["c", "d"]], [["b", "t", "d"]]`: b, t and d are kept, c is summed.
 
-    "b t c, c d -> b t d"    b, t and d are kept, and c is summed
-    "b t _, _ -> b t _"      b and t are kept; _ is no factor: always whole
-    "... _ _"                the last two dimensions of all operands and results: whole
+    "..."        dimension d of all operands and results is one factor
+    "... _ _"    as well, but the last two dimensions are whole
 
-A part of a call along a factor needs the same part of the operands with this factor,
-and all of the others. The parts of a result without the factor are added up. Where
-dimensions depend on parameters, a function of the equation returns them.
+Where dimensions depend on parameters, a function of the equation returns them.
 """
 
 import functools
@@ -34,9 +34,7 @@ class Factor(NamedTuple):
 
 @functools.lru_cache(1024)  # a model has many layers of the same shapes
 def read(dims: str, ins: tuple[Shape, ...], outs: tuple[Shape, ...]) -> list[Factor]:
-    """The factors of a call with operands and results of such shapes."""
-    if "->" in dims:
-        return factors_of_dims(named(dims))
+    """The factors that a text means, of operands and results of such shapes."""
     largest = max((*outs, *ins), key=len)  # operands may be broadcast
     kept = len(largest) - dims.count("_")
 
@@ -45,16 +43,6 @@ def read(dims: str, ins: tuple[Shape, ...], outs: tuple[Shape, ...]) -> list[Fac
         return [d if d < kept and n == most else None for d, (n, most) in pairs]
 
     return factors_of_dims((list(map(names, ins)), list(map(names, outs))))
-
-
-def named(dims: str) -> Dims:
-    """The names of the factors in a text such as "b t _, _ -> b t _"."""
-    ins, outs = [[x.split() for x in side.split(",")] for side in dims.split("->")]
-    return [*map(_blank, ins)], [*map(_blank, outs)]
-
-
-def _blank(names: Sequence[Any]) -> list[Any]:
-    return [None if x == "_" else x for x in names]
 
 
 def factors_of_dims(dims: Dims) -> list[Factor]:

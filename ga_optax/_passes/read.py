@@ -270,11 +270,6 @@ def made_by(jaxpr: core.Jaxpr, variable: Any) -> core.JaxprEqn | None:
     return _index(jaxpr).made.get(variable) if is_variable(variable) else None
 
 
-def place_of(jaxpr: core.Jaxpr, equation: core.JaxprEqn) -> int:
-    """The number of an equation in a program."""
-    return _index(jaxpr).place[id(equation)]
-
-
 def needed(
     jaxpr: core.Jaxpr,
     wanted: Iterable[Any],

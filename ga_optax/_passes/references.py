@@ -38,14 +38,14 @@ def effects(jaxpr: core.Jaxpr) -> frozenset[Any]:
     return frozenset(x for x in jaxpr.effects if type(x).__name__ != internal)
 
 
-def check_own(jaxpr: core.Jaxpr, option: str) -> None:
+def check_own(jaxpr: core.Jaxpr) -> None:
     """Raises if a program reads or writes a reference from outside."""
     if any(map(read.is_reference, (*jaxpr.constvars, *jaxpr.invars))):
         raise TypeError(
-            f"With {option} micro-batches run more than once, so fun must not read or "
-            "write a reference (jax.new_ref) from outside of it, but it does. Pass the "
-            "value of the reference, ref[...], return what is new as aux, and write it "
-            "after the call. A reference that fun makes itself is fine."
+            "With value_and_grad micro-batches run more than once, so fun must not "
+            "read or write a reference (jax.new_ref) from outside of it, but it does. "
+            "Pass the value of the reference, ref[...], return what is new as aux, and "
+            "write it after the call. A reference that fun makes itself is fine."
         )
 
 

@@ -292,6 +292,16 @@ def test_a_state_restored_with_another_k_closes_its_window_sensibly(before, afte
     assert int(state.mini_step) == 0
 
 
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_state_restored_as_numpy_arrays_gives_the_same_bits(k):
+    params, tx = jnp.ones(3, jnp.bfloat16), ga.MultiSteps(ADAM, k)
+    *first, last = (x.astype(params.dtype) for x in GOOD[1 : 1 + 2 * k])
+    params, state = train(tx, first, params)[-1]
+    restored = jax.tree.map(np.asarray, (state, params))
+    due = ga.apply_gradients(tx, last, state, params)
+    assert bits(ga.apply_gradients(tx, last, *restored)) == bits(due)
+
+
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8])
 def test_a_narrow_schedule_closes_the_window_when_it_is_full(dtype):
     k = 127  # the most of int8

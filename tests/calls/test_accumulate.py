@@ -1,6 +1,7 @@
 """Micro-batches, each by itself: `accumulate`, whose groupings have the same bits."""
 
 import functools
+import operator
 
 import helpers
 import jax
@@ -108,15 +109,43 @@ def ruled_in_a_loop(w, x):
     ("fun", "dtype"),
     [
         (lambda w, x: jnp.mean(x * w.astype(jnp.float32)), jnp.float8_e4m3fn),
+        (lambda w, x: jnp.mean(x * w).astype(jnp.bfloat16), jnp.float32),
         (half_rounded, jnp.float32),
         (ruled_in_a_loop, jnp.float32),
     ],
-    ids=["float8", "reduce_precision", "custom_jvp in a scan"],
+    ids=["float8", "bfloat16 loss", "reduce_precision", "custom_jvp in a scan"],
 )
 def test_weights_that_count_tokens_do_not_overflow_what_is_narrow(fun, dtype):
     weighted = mean_of(fun, 4, weight_fn=lambda x: jnp.float32(2.0**20))
     _, grad = jax.jit(weighted)(jnp.asarray(1, dtype), jnp.full(8, 32.0))
     assert float(grad) == 32.0
+
+
+@pytest.mark.parametrize("optimize", OPTIMIZE)
+def test_weights_count_as_well_if_every_micro_step_is_merged_over_devices(optimize):
+    def loss(w, b):
+        return jnp.sum(jnp.tanh(b["x"] @ w) * b["mask"]) / jnp.sum(b["mask"])
+
+    batch = {"x": _normal(0, 32, WIDTH), "mask": np.float32(_normal(1, 32) > 0)}
+    axis = ga.DataAxis("data", mesh=helpers.mesh_of(), sync="each")
+    how = {"weight_fn": tokens, "data_axis": axis, "optimize": optimize}
+    args = _normal(2, WIDTH), batch
+    got = jax.jit(mean_of(loss, 2, **how))(*args)
+    assert helpers.off(got, jax.value_and_grad(loss)(*args)) < 1e-6
+    assert helpers.off(mean_of(loss, 2)(*args), got) > 1e-3  # the twin
+
+
+def test_where_no_mesh_is_named_a_call_is_batched_and_differentiated():
+    loss = lambda w, x: jnp.mean(jnp.tanh(x @ w))  # noqa: E731
+    step = mean_of(loss, 2, weight_fn=operator.itemgetter((0, 0)))  # has no signature
+    w, x = _normal(0, 3, WIDTH), jnp.tile(jnp.abs(_normal(1, WIDTH)), (8, 1))
+
+    def both(of):
+        products = jax.grad(lambda x: jnp.vdot(of(w[0], x)[1], w[1]))
+        return jax.vmap(of, (0, None))(w, x), products(x)
+
+    got = jax.jit(lambda: both(step))()
+    assert helpers.off(got, both(jax.value_and_grad(loss))) < 1e-6
 
 
 clipped = ruled(lambda g: jnp.clip(g, -1e-3, 1e-3))

@@ -345,6 +345,13 @@ def test_no_option_changes_a_derivative(options):
     assert apart(twice(ours), twice(jax.value_and_grad(LOSS)), *arguments()) < BOUND
 
 
+def test_a_loss_that_reads_no_row_has_second_derivatives():
+    loss = lambda w, x: jnp.sum(square(w) ** 2)  # noqa: E731
+    steps = (ga.value_and_grad(loss, 2, optimize=False), jax.value_and_grad(loss))
+    got, want = (jax.jit(twice(step))(*arguments()) for step in steps)
+    assert helpers.off(got, want) < BOUND
+
+
 @pytest.mark.slow
 def test_derivatives_that_are_not_compiled_are_the_same():
     steps = ga.value_and_grad(LOSS, 2), jax.value_and_grad(LOSS)

@@ -317,3 +317,12 @@ def test_what_the_partitioner_cannot_do_is_computed_of_all_rows_and_said(monkeyp
     with pytest.warns(UserWarning, match=r"all rows at once.*KeyError: 'a parameter"):
         got = ga.value_and_grad(loss, 4, has_aux=True)(W, X)
     assert off(got, want) == 0
+
+    def squares(fun):
+        return lambda *args: (fun(*args) ** 2).sum()
+
+    fun, argnums = (lambda w, x: jnp.sin(x @ w)), (0, 1)
+    want = jax.grad(squares(fun), argnums)(W, X)
+    with pytest.warns(UserWarning, match="all rows at once"):
+        got = jax.grad(squares(ga.microbatch(fun, 4)), argnums)(W, X)
+    assert off(got, want) == 0

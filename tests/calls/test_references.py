@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import error, normal
+from helpers import error, mean_of, normal, off
 
 import ga_optax as ga
 from ga_optax._passes import references
@@ -82,3 +82,18 @@ def test_one_from_outside_of_the_loss_is_refused():
 
     with pytest.raises(TypeError, match="from outside of it"):
         ga.value_and_grad(loss, 4)(W, X)
+
+
+@pytest.mark.parametrize("optimize", [True, False])
+@pytest.mark.parametrize("k", [1, 4])
+def test_micro_batches_by_themselves_write_to_one_from_outside(k, optimize):
+    count = jax.new_ref(0)
+
+    def loss(w, x, counts=True):
+        if counts:
+            count[...] += 1
+        return jnp.mean(jnp.tanh(x @ w))
+
+    want = jax.value_and_grad(loss)(W, X, counts=False)
+    assert off(mean_of(loss, k, optimize=optimize)(W, X), want) < 1e-6
+    assert int(count[...]) == k

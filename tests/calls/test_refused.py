@@ -5,6 +5,7 @@ A table has a row for each error: `code -> V parts
 `ValueError`, and T of a `TypeError`. A row goes on in lines that are indented.
 """
 
+import collections
 import copy
 import functools
 
@@ -185,6 +186,7 @@ W, X, ZEROS, fun=returns({"b": jnp.zeros(2)}), carry_argnums=2
 W, X, {"f": jnp.tanh}, carry_argnums=2
   -> T leaf ['f'] of argument 2 must be an array or | PjitFunction | Carry arrays alone
 num_real_microbatches=5 -> V num_real_microbatches must be | but it is 5 | Pass how many
+num_real_microbatches=1.5 -> T must be an integer scalar | it is 1.5 | Pass how many
 """
 
 # Of `value_and_grad` alone.
@@ -237,6 +239,7 @@ def test_what_does_not_fit_is_refused(make, code, error, said):
 
 PARAMS = {"w": jnp.ones((3, 8, 16)), "b": jnp.ones(16)}
 LOGICAL = ga.DataAxis("data", logical_devices=4)
+ORDERED = collections.OrderedDict(w=P(), b=P())
 
 
 def verify(fun=untraced, params=W, batch=X, k=2, **options):
@@ -264,6 +267,11 @@ def sharded(rows=64, k=4, n=8, name="data", **options):
     data_axis = ga.DataAxis(name, mesh=mesh_of(n), **options)
     make = mean_of if "logical_devices" in options else ga.value_and_grad
     jax.jit(make(untraced, k, data_axis=data_axis))(PARAMS, jnp.ones((rows, 16)))
+
+
+def carried(x):
+    axis = ga.DataAxis("data", mesh=mesh_of())
+    mean_of(untraced, 1, carry_argnums=2, data_axis=axis)(W, X, x)
 
 
 def explicit():
@@ -374,6 +382,7 @@ sharded(12, 1, 2, logical_devices=8)
   -> V 8 logical devices | (12, 16) | a batch of 8 or 16
 sharded(32, 3, 2, logical_devices=8)
   -> V each of the 8 logical devices, 4 examples | Use 1, 2 or 4
+carried(jax.random.key(0)) -> T With a data_axis | a PRNG key | it in rng_argnums
 ga.merge_across(jnp.ones(3), "data")
   -> T acc must be of type Accumulator, but it is | pass the accumulator
 ga.merge_across("data", ga.accumulator.init(DENSE))
@@ -387,6 +396,7 @@ sharded(NAME=P("data")) -> V leaf ['w'] | (3, 8, 16)
 sharded(NAME={"w": P(), "c": P()}) -> V prefix | leaf ['b'] has no spec | Pass jax
 sharded(NAME={"w": P(), "b": P(), "c": P()})
   -> V prefix | have no leaf ['c'], which has a spec | Pass jax.tree
+sharded(NAME=ORDERED) -> V prefix | the types of containers differ | Pass jax
 sharded(NAME=P("dta")) -> V NAME must name axes of the mesh, each once
   | the only leaf names 'dta', and | Name one
 sharded(NAME=P(None, ("data", "dta"))) -> V axes of the mesh, each once
@@ -661,6 +671,12 @@ window("0", 10, 4, 2) -> T step must be an integer | '0'
 ga.blocks.report("x") -> T params must be an array or a number | str | of arrays alone
 ga.blocks.partition({"a": "x"}, 1)
   -> T leaf ['a'] of params must be an array or a number
+ga.blocks.partition(DENSE, 3.5) -> T by must be a number of keys | 3.5 of type float
+  | Use 1
+ga.blocks.replace(PARTS, DENSE, "dense", jax.tree.map(np.float16, DENSE["dense"]))
+  -> V ['bias'] of the new tree must have dtype float32 | float16. | blocks.select
+ga.blocks.add(PARTS, np.ones((50, 50)), "dense", GRADS["dense"])
+  -> T acc must be an Accumulator or | an array of shape (50, 50) | Make one
 ga.blocks.unflatten(PARTS, "x", SPEC)
   -> T vector must be an array or a number | str | Pass a vector like
 ga.blocks.unflatten(PARTS, SPEC, VECTOR)

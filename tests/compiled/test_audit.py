@@ -258,6 +258,23 @@ def test_a_branch_is_marked(branches):
     audit = ga.audit(entry(PARAMETER, line, before=yes + no))
     assert [c.conditional for c in audit.collectives] == [True]
     assert "in a branch" in str(audit)
+    loop = computation("turn", Q, f"ROOT %n = {line.partition(' = ')[2]}")
+    line = "%v = f32[8,4] while(%p), condition=%no, body=%turn" + trips(3)
+    audit = ga.audit(entry(PARAMETER, line, before=yes + no + loop))
+    assert "at most 3 times a call, in a branch" in " ".join(str(audit).split())
+
+
+def test_data_that_moves_is_said_to_move():
+    assert "does not communicate" in str(ga.audit(entry(PARAMETER)))
+    moved = f"%a = f32[8,4] all-to-all(%p), {KINDS['all-to-all']}"
+    merge = f'%r = f32[8,4] {REDUCED}, metadata={{op_name="jit(f)/merge/psum"}}'
+    said = [
+        " ".join(str(ga.audit(entry(PARAMETER, *x))).split())
+        for x in ([merge], [moved, merge], [moved])
+    ]
+    words = "move data between devices", "pass data_axis= to value_and_grad"
+    found = [[word in text for word in words] for text in said]
+    assert found == [[False, False], [True, False], [True, True]]
 
 
 @pytest.mark.cpu

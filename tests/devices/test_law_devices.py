@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from corpus import models
 from helpers import array, bits, mean_of, mesh_of, off, put, undivided
+from jax.experimental import checkify
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -399,6 +400,35 @@ def test_a_frozen_argument_stays_sharded_and_is_gathered_layer_by_layer(options)
         assert [bool(c.loops) for c in merges] == [False]
         most, least = 2 * K * nbytes / 4, (2 - unrolls) * K * nbytes / 4
         assert least <= sum(c.total_bytes for c in gathers) <= most
+
+
+@pytest.mark.slow
+@FAST
+@pytest.mark.parametrize("way", ["vmap", "gradient", "checkify"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_then_a_step_is_transformed_like_one_of_a_whole_argument(way, kind):
+    mesh = mesh_of(kind=kind)
+    p = {"a": array(2, HIDDEN, 2) / 8, "b": array(2, 2, HIDDEN) / 8}
+    x, base = array(ROWS, HIDDEN), array(2, HIDDEN, HIDDEN, scale=0.1)
+
+    def transformed(make, **options):
+        step = make(adapted, K, **options)
+        if way == "vmap":
+            return jax.vmap(step, (None, None, 0))
+        if way == "checkify":
+            return lambda *args: checkify.checkify(step)(*args)[1]
+        return lambda p, x, base: jax.grad(
+            lambda base: sum(map(jnp.vdot, *[jax.tree.leaves(step(p, x, base)[1])] * 2))
+        )(base)
+
+    bases, spec = base, P(None, "data")
+    if way == "vmap":
+        bases, spec = jnp.stack([base, -base]), P(None, None, "data")
+    args = put((p, x, bases), mesh, (P(), P("data"), spec))
+    want = transformed(lambda fun, k: jax.value_and_grad(fun))(p, x, bases)
+    for make in ga.value_and_grad, mean_of:
+        got = transformed(make, data_axis=ga.DataAxis("data", mesh=mesh))
+        assert close(jax.jit(got)(*args), want)
 
 
 def test_a_frozen_argument_on_every_device_is_not_gathered():

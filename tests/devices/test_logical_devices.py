@@ -39,7 +39,7 @@ def test_without_logical_devices_the_bits_depend_on_the_devices():
 
 
 def tree_sum(terms):
-    """In float32, neighbours first."""
+    """Neighbours first."""
     while len(terms) > 1:
         terms = [a + b for a, b in zip(terms[::2], terms[1::2], strict=True)]
     return terms[0]
@@ -55,15 +55,17 @@ def gradient_on(mesh, loss, *args, names="data", spec=WHOLE, **options):
     return ran(fun, mesh, *args, spec=spec, axes=names)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("size", [5, 20_001, 2**15], ids=["small", "odd", "large"])
-def test_sums_are_added_in_a_tree_whose_leaves_are_the_logical_devices(size):
+def test_sums_are_added_in_a_tree_whose_leaves_are_the_logical_devices(size, dtype):
     params, batch = np.zeros(size, np.float32), normal(L, size, seed=4)
-    expected = tree_sum(list(batch)) / np.float32(L)
+    expected = np.float32(tree_sum(list(batch.astype(dtype)))) / L
     for n in (1, 4):
         mesh = mesh_of(n)
-        _, got = gradient_on(mesh, linear, params, batch)
+        fun = mean_of(linear, 1, data_axis=logical(mesh), accumulator_dtype=dtype)
+        _, got = ran(fun, mesh, params, batch)
         np.testing.assert_array_equal(got, expected)
-    one_by_one = np.add.accumulate(batch)[-1] / np.float32(L)
+    one_by_one = np.float32(np.add.accumulate(batch.astype(dtype))[-1]) / L
     assert np.any(one_by_one != expected)
 
 

@@ -83,6 +83,18 @@ def of_places(p, x):
     return (run(x, p["up"]) @ p["down"]).mean()
 
 
+def in_groups(p, x):
+    """Rows and weights in one sum, over groups of one device each."""
+
+    @over((ROWS, WHOLE), ROWS, check_vma=False)
+    def run(x, up):
+        groups = {"axis_index_groups": [[0], [1]]}
+        h, up = jax.lax.psum((jnp.tanh(x @ up), up), "model", **groups)
+        return h * up.sum()
+
+    return (run(x, p["up"]) @ p["down"]).mean()
+
+
 def meets(p, x):
     run = over((ROWS,), ROWS)(lambda h: h - jax.lax.pmean(h.mean(0), "data"))
     return ((run(jnp.tanh(x @ p["up"])) @ p["down"]) ** 2).mean()
@@ -91,6 +103,7 @@ def meets(p, x):
 # Only one axis of the mesh is the function's, and nothing keeps track.
 unchecked = functools.partial(of_weights, axis_names={"model"}, check_vma=False)
 LOSSES = [of_weights, of_rows, of_columns, of_a_sum, unchecked, dropped, of_places]
+LOSSES += [in_groups]
 
 
 # Of micro-batches whose rows lie on all devices.

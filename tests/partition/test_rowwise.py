@@ -1,5 +1,6 @@
 """`ga.rowwise`: what the user says of rows."""
 
+import dataclasses
 import functools
 import re
 
@@ -186,6 +187,29 @@ def test_on_a_mesh_it_is_the_same(name):
     specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": False}
     region = jax.shard_map(step, mesh=mesh, **specs)
     assert off(jax.jit(region)(params, x), want) < BOUND
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Scale:
+    by: jax.Array
+
+    def rows(self, h):
+        return jnp.tanh(h * self.by[None])
+
+
+HOLDS = lambda x: x.rows, lambda x: functools.partial(Scale.rows, x)
+
+
+@pytest.mark.parametrize("of", HOLDS, ids=["method", "partial"])
+def test_what_a_method_or_a_partial_holds_is_closed_over_too(of):
+    def fun(w, x, promise=as_it_is):
+        step = of(Scale(2 * w))
+        return ends(promise(lambda h: step(h))(x))
+
+    args = normal(4), normal(8, 4)
+    step = ga.value_and_grad(functools.partial(fun, promise=ga.rowwise), K)
+    assert off(jax.jit(step)(*args), jax.value_and_grad(fun)(*args)) < BOUND
 
 
 @FAST
