@@ -133,11 +133,13 @@ def verify(
     k = _checks.check_num_microbatches(num_microbatches)
     params, batch = jax.tree.map(_placed, (params, batch))
     options: Any = {"rng_argnums": (2,) * len(key), "batch_axes": batch_axes}
-    run = accumulate(pair, k, has_aux=True, **options)
+    options["weight_fn"] = lambda batch, weight: weight
+    run = jax.jit(accumulate(pair, k, has_aux=True, **options))
     # `accumulate` checks the rest, and what `fun` returns, before anything runs.
-    jax.eval_shape(run, accumulator.init(params), params, batch, *key)
+    out = jax.tree.leaves(run(accumulator.init(params), params, batch, *key))
+    is_finite = all(bool(jnp.isfinite(x).all()) for x in out)
     axes, x64 = _axes(batch, batch_axes), jnp.result_type(float) == jnp.float64
-    given = params, batch, key, pair, k, weight_fn is not None, axes, x64
+    given = params, batch, key, pair, k, is_finite, axes, x64
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         return diagnosis.report(gradients.Problem(*given))
 
@@ -173,7 +175,7 @@ def _axes(batch: Any, batch_axes: Any) -> tuple[int | None, ...]:
 def _placed(x: ArrayLike) -> jax.Array:
     """An array with the same sharding, of which a slice needs no `out_sharding`."""
     x = jnp.asarray(x)
-    if not isinstance(x.sharding, NamedSharding):
-        return x
-    mesh = Mesh(x.sharding.mesh.devices, x.sharding.mesh.axis_names)
-    return jax.device_put(x, x.sharding.update(mesh=mesh))
+    if isinstance(x.sharding, NamedSharding):
+        mesh = Mesh(x.sharding.mesh.devices, x.sharding.mesh.axis_names)
+        x = jax.device_put(x, x.sharding.update(mesh=mesh))
+    return x

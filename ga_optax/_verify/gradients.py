@@ -21,7 +21,7 @@ class Problem(NamedTuple):
       key: the key, as a tuple of one; empty if there is none.
       fun: the loss, which returns the weight, too.
       k: the number of micro-batches.
-      weighted: True if weights are given.
+      is_finite: True if `accumulate` of the loss is finite, as training computes it.
       axes: along which axis each leaf of the batch is split; None if it stays whole.
       x64: True if the caller works under `jax_enable_x64`.
     """
@@ -31,7 +31,7 @@ class Problem(NamedTuple):
     key: tuple[Any, ...]
     fun: Callable[..., Any]
     k: int
-    weighted: bool
+    is_finite: bool
     axes: Sequence[int | None]
     x64: bool
 
@@ -54,12 +54,6 @@ class Problem(NamedTuple):
         """The weight of each micro-batch, in float64: sums in float32 are as right."""
         weight = jax.jit(Wide(lambda *x: self.fun(*x)[1], self.x64))
         return np.array([float(weight(*self.args(i))) for i in range(self.k)])
-
-    def is_finite(self) -> bool:
-        """True if the gradient of all rows is finite as training computes it."""
-        with jax.enable_x64(self.x64):
-            gradient = jax.jit(jax.grad(lambda *x: self.fun(*x)[0]))(*self.args(None))
-            return all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(gradient))
 
 
 class Comparison(NamedTuple):
@@ -116,8 +110,7 @@ def comparing(problem: Problem) -> tuple[Callable[..., Any], Wide]:
         terms = jnp.where(w == 0, 0, w * sizes).sum(0)
         factor = norm(size(whole)[:-1]) / norm(size(mean)[:-1])
         off, rest = (norms(whole, mean, c)[:-1] for c in (1, factor))
-        losses = whole[-1], mean[-1]
-        return Comparison(losses, sizes, terms[:-1], off, factor, rest)
+        return Comparison((whole[-1], mean[-1]), sizes, terms[:-1], off, factor, rest)
 
     return compared, gradient
 

@@ -62,8 +62,7 @@ class Proof:
         self.program = read.Program(live, part.consts)
         self.is_sum = part.layouts[0] is PARTIAL
         self.opaque = bool(part.whole)
-        promised = (f"{x.name} at {places.short(x.line)}" for x in part.promised)
-        self.promised = list(dict.fromkeys(promised))
+        self.promised = [f"{x.name} at {places.short(x.line)}" for x in part.promised]
         of_params = read.following(live, [live.invars[i] for i in smooth])
         meetings = [e for e in read.equations(live) if _AXIS in read.axes_of(e)]
         sums: list[Any] = [e.invars[0] for e in live.eqns if e in meetings]
@@ -91,8 +90,7 @@ class Proof:
         def of_part(batch: Any, params: Any, key: Any) -> list[Any]:
             index = jax.lax.axis_index(_AXIS).astype("int32")
             args = jax.tree.leaves((self.given, params, batch, key, index))
-            values = interpret.results(of_parts, args)
-            return [x.astype("float64").reshape(()) for x in values]
+            return [x.astype(float).sum() for x in interpret.results(of_parts, args)]
 
         axes = [None if d is None else 0 for d in problem.axes], None, None
         run = jax.vmap(of_part, axes, axis_name=_AXIS, axis_size=problem.k)

@@ -33,16 +33,14 @@ class Report:
     Attributes:
       cause: the cause of the difference.
       detail: what the loss shows of the cause, with the lines of your code; or "".
-      extent: the size of the difference.
+      extent: the size of the difference, both losses, and the precision in which they
+        are compared: float64, unless the loss calls code for other dtypes.
       fix: the line of code that fixes the difference, or other advice.
       warnings: mistakes that may be in both gradients; () for most losses.
       weights: the weights that reproduce the undivided batch, Σ wᵢ·gᵢ = G, if the cause
         is `WEIGHTS` or `SCALE`; their ratios are the counts. Otherwise None.
       relative: ‖G - M‖ / ‖G‖ over all leaves; 0 if both are zero.
       leaves: by name of a leaf, ‖G - M‖ of the leaf over ‖G‖ of all leaves.
-      losses: the loss of the undivided batch, and the accumulated loss.
-      dtype: the lowest floating precision that the loss had in the comparison: float64,
-        unless it calls code for other dtypes.
     """
 
     cause: Cause
@@ -53,8 +51,6 @@ class Report:
     weights: tuple[float, ...] | None
     relative: float
     leaves: dict[str, float]
-    losses: tuple[float, float]
-    dtype: str
 
     @property
     def ok(self) -> bool:
