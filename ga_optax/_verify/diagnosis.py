@@ -151,8 +151,8 @@ def _fits(evidence: Evidence, weights: np.ndarray, c: float) -> Answer:
     right, equal = (np.allclose(shares[0], x, rtol=1e-6) for x in shares[1:])
     details, fix = [], "Leave weight_fn out: the loss is a plain mean."
     if not right:
-        now, due = (" : ".join(f"{x:.6g}" for x in w) for w in (used, weights))
-        details.append(f"They count as {now}, but must count as {due}, or a multiple.")
+        now, goal = (" : ".join(f"{x:.6g}" for x in w) for w in (used, weights))
+        details.append(f"They count as {now}, but must count as {goal}, or a multiple.")
     if not right and meetings:
         details.append(f"""The loss divides by a number that differs between
             micro-batches, such as a count of tokens. Where: {meetings}.""")
