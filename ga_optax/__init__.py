@@ -46,7 +46,7 @@ from ga_optax._compiled.plan import Candidate, NothingFitsError, Plan, plan
 from ga_optax._devices.collectives import merge_across
 from ga_optax._devices.data_axis import DataAxis
 from ga_optax._passes.rowwise import rowwise
-from ga_optax._verify import Cause, Report, verify
+from ga_optax._verify import Cause, LeafReport, Report, verify
 
 if TYPE_CHECKING:
     from ga_optax import flax as flax  # a star import must not need it
@@ -58,6 +58,7 @@ __all__ = [
     "Cause",
     "Collective",
     "DataAxis",
+    "LeafReport",
     "MultiSteps",
     "MultiStepsState",
     "NothingFitsError",

@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from ga_optax._verify import verify
+from ga_optax._verify.gradients import ulps
 
 __all__ = ["assert_accumulation_equivalent", "assert_trees_bitwise_equal"]
 
@@ -139,7 +140,7 @@ def _difference(actual: Any, expected: Any) -> str | None:
         f"expected {y} ({b[at]!s})"
     )
     if jnp.issubdtype(a.dtype, jnp.floating):
-        distance = _ulps(a, b)
+        distance = ulps(a, b)
         text += (
             f", {distance[at]} ULPs apart; at most {distance.max()} ULPs apart "
             "anywhere in this leaf"
@@ -157,19 +158,3 @@ def _array(leaf: Any) -> np.ndarray:
             f"{type(leaf).__name__}. Compare that leaf separately."
         )
     return array
-
-
-def _ulps(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The distance of two arrays of a floating dtype, in representable numbers.
-
-    Both zeros are one number. A NaN lies beyond inf, as far as its bits say.
-    """
-    places = _place(a), _place(b)
-    return np.maximum(*places) - np.minimum(*places)
-
-
-def _place(x: np.ndarray) -> np.ndarray:
-    """The place of each number among all of its dtype, with both zeros at 2⁶³."""
-    bits = x.copy().view(f"u{x.dtype.itemsize}").astype(np.uint64)
-    sign, zero = np.uint64(1 << (8 * x.dtype.itemsize - 1)), np.uint64(1 << 63)
-    return np.where(bits & sign, zero - (bits & ~sign), zero + bits)

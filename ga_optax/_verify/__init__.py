@@ -16,6 +16,6 @@ Each module imports only those above it:
 """
 
 from ga_optax._verify.api import verify
-from ga_optax._verify.report import Cause, Report
+from ga_optax._verify.report import Cause, LeafReport, Report
 
-__all__ = ["Cause", "Report", "verify"]
+__all__ = ["Cause", "LeafReport", "Report", "verify"]

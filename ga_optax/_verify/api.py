@@ -86,8 +86,8 @@ def verify(
     rounds nor hides anything, and random draws are those of training. Code that
     computes in a low precision alone (Pallas, callbacks) runs as it is, and the page
     says so. A difference below four units of that precision is then `ROUNDING`, and a
-    difference below half of the digits `UNDETERMINED`. In the dtypes of training the
-    undivided gradient has to be finite.
+    difference below half of the digits `UNDETERMINED`. In the dtypes of training both
+    gradients have to be finite, and `max_ulp` counts the numbers between them.
 
     **Memory.** In float64: three gradient trees, two copies of the parameters and one
     of the batch, for any `num_microbatches`. The undivided batch has to fit, too.
@@ -136,12 +136,13 @@ def verify(
     options["weight_fn"] = lambda batch, weight: weight
     run = jax.jit(accumulate(pair, k, has_aux=True, **options))
     # `accumulate` checks the rest, and what `fun` returns, before anything runs.
-    out = jax.tree.leaves(run(accumulator.init(params), params, batch, *key))
-    is_finite = all(bool(jnp.isfinite(x).all()) for x in out)
+    value, acc = run(accumulator.init(params), params, batch, *key)
     axes, x64 = _axes(batch, batch_axes), jnp.result_type(float) == jnp.float64
-    given = params, batch, key, pair, k, is_finite, axes, x64
+    problem = gradients.Problem(params, batch, key, pair, k, axes, x64)
+    whole = jax.jit(jax.grad(pair, has_aux=True))(*problem.args(None))[0]
+    trained = gradients.trained(value, whole, accumulator.mean(acc))
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        return diagnosis.report(gradients.Problem(*given))
+        return diagnosis.report(problem, trained)
 
 
 def _check(fun: Any, params: Any, batch: Any, rng: Any, weight_fn: Any) -> None:

@@ -16,9 +16,9 @@ import numpy as np
 from ga_optax._checks import named_leaves
 from ga_optax._passes import read
 from ga_optax._text import unfold
-from ga_optax._verify.gradients import Comparison, Problem, comparing, norm
+from ga_optax._verify.gradients import Comparison, Problem, Trained, comparing, norm
 from ga_optax._verify.proof import Proof, prove
-from ga_optax._verify.report import Cause, Report
+from ga_optax._verify.report import Cause, LeafReport, Report
 
 # Half of float64's 52 binary digits. No algorithm that loses half of its digits would
 # train, and 2⁻²⁶ = 1.5e-8 is below the 6e-8 to which float32 rounds.
@@ -38,6 +38,7 @@ class Evidence:
 
     Attributes:
       problem: the loss and its arguments.
+      trained: the two gradients as training computes them.
       proof: the proof; None if the program of the loss cannot be partitioned.
       weights: the weights in use.
       exact: the two gradients in float64, as far as the loss runs in it.
@@ -46,8 +47,9 @@ class Evidence:
       agrees: True if the two gradients differ by rounding.
     """
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem, self.weights = problem, problem.weights()
+    def __init__(self, problem: Problem, trained: Trained) -> None:
+        self.problem, self.trained = problem, trained
+        self.weights = problem.weights()
         self.proof: Any = prove(problem)
         self._compare, wide = comparing(problem)
         self.exact = self._compared(self.weights)
@@ -87,7 +89,7 @@ def answer(evidence: Evidence) -> Answer:
     used = np.append(evidence.weights, 1) != 0  # weight 0 excludes inf and NaN
     if not np.isfinite(exact.sizes[used]).all():
         return _not_finite(problem, np.where(used[:, None], exact.sizes, 0))
-    if not problem.is_finite:
+    if not evidence.trained.is_finite:
         detail = "In float64 all is finite, so a number is too large for the dtype."
         return Cause.NOT_FINITE, detail, ""
     if evidence.agrees:
@@ -243,9 +245,9 @@ _FIXES[Cause.ROUNDING] = _FIXES[Cause.EQUAL]
 _ALONE = (Cause.EQUAL, Cause.ROUNDING, Cause.PROMISE, Cause.NOT_FINITE)
 
 
-def report(problem: Problem) -> Report:
+def report(problem: Problem, trained: Trained) -> Report:
     """The answer, and the size of the difference."""
-    evidence = Evidence(problem)
+    evidence = Evidence(problem, trained)
     exact, (cause, detail, blank) = evidence.exact, answer(evidence)
     fix = _FIXES[cause].format(blank)
     if cause not in _ALONE:
@@ -254,12 +256,13 @@ def report(problem: Problem) -> Report:
             itself: {fix}"""
     weighs = cause in (Cause.WEIGHTS, Cause.SCALE)
     weights, c = (weighs and evidence.fitting) or (np.array([]), 1.0)
-    names = (name for name, _ in named_leaves(problem.params))
     shares = exact.off / (norm(exact.sizes[-1, :-1]) or 1.0)
-    relative, leaves = (
-        float(norm(shares)),
-        dict(zip(names, shares.tolist(), strict=True)),
-    )
+    figures = zip(named_leaves(problem.params), trained.ulps, shares, strict=True)
+    leaves = {
+        name: LeafReport(x.shape, x.dtype.name, ulps, float(share))
+        for (name, x), ulps, share in figures
+    }
+    relative = float(norm(shares))
     return Report(
         cause,
         *map(unfold, (detail, _extent(evidence, relative, leaves), fix)),
@@ -270,11 +273,12 @@ def report(problem: Problem) -> Report:
     )
 
 
-def _extent(evidence: Evidence, relative: float, leaves: dict[str, float]) -> str:
+def _extent(evidence: Evidence, relative: float, leaves: dict[str, LeafReport]) -> str:
     """The size of the difference, and remarks on the numbers, in sentences."""
     (whole, mean), low = evidence.exact.losses, evidence.low
-    worst = sorted(leaves, key=leaves.__getitem__, reverse=True)[:5]
-    each = ", ".join(f"{leaves[name]:.2g} on {name}" for name in worst)
+    shares = {name: leaf.relative for name, leaf in leaves.items()}
+    worst = sorted(shares, key=shares.__getitem__, reverse=True)[:5]
+    each = ", ".join(f"{shares[name]:.2g} on {name}" for name in worst)
     text = f"""In {low} the gradients differ by {relative:.3g} of the norm of the
         undivided one: {each}. Loss: {whole:.6g} undivided, {mean:.6g} accumulated."""
     if low != np.float64:

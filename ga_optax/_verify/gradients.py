@@ -21,7 +21,6 @@ class Problem(NamedTuple):
       key: the key, as a tuple of one; empty if there is none.
       fun: the loss, which returns the weight, too.
       k: the number of micro-batches.
-      is_finite: True if `accumulate` of the loss is finite, as training computes it.
       axes: along which axis each leaf of the batch is split; None if it stays whole.
       x64: True if the caller works under `jax_enable_x64`.
     """
@@ -31,7 +30,6 @@ class Problem(NamedTuple):
     key: tuple[Any, ...]
     fun: Callable[..., Any]
     k: int
-    is_finite: bool
     axes: Sequence[int | None]
     x64: bool
 
@@ -54,6 +52,46 @@ class Problem(NamedTuple):
         """The weight of each micro-batch, in float64: sums in float32 are as right."""
         weight = jax.jit(Wide(lambda *x: self.fun(*x)[1], self.x64))
         return np.array([float(weight(*self.args(i))) for i in range(self.k)])
+
+
+class Trained(NamedTuple):
+    """Both gradients, as training computes them.
+
+    Attributes:
+      is_finite: True if they and the loss are finite.
+      ulps: by leaf, how many numbers of its dtype lie between them, at most.
+    """
+
+    is_finite: bool
+    ulps: list[int]
+
+
+def trained(value: Any, whole: Any, mean: Any) -> Trained:
+    """The comparison of the gradient of all rows with the accumulated one."""
+    given = jax.tree.leaves((value, whole, mean))
+    is_finite = all(bool(jnp.isfinite(x).all()) for x in given)
+    pairs = zip(jax.tree.leaves(whole), jax.tree.leaves(mean), strict=True)
+    both = ((np.asarray(x), np.asarray(y.astype(x.dtype))) for x, y in pairs)
+    return Trained(is_finite, [int(ulps(x, y).max(initial=0)) for x, y in both])
+
+
+def ulps(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The distance of two arrays of a dtype, in representable numbers.
+
+    Both zeros are one number. A NaN lies beyond inf, as far as its bits say. Of a
+    complex number, it is the larger distance of its two parts.
+    """
+    if np.iscomplexobj(a):
+        return np.maximum(ulps(a.real, b.real), ulps(a.imag, b.imag))
+    places = _place(a), _place(b)
+    return np.maximum(*places) - np.minimum(*places)
+
+
+def _place(x: np.ndarray) -> np.ndarray:
+    """The place of each number among all of its dtype, with both zeros at 2⁶³."""
+    bits = x.copy().view(f"u{x.dtype.itemsize}").astype(np.uint64)
+    sign, zero = np.uint64(1 << (8 * x.dtype.itemsize - 1)), np.uint64(1 << 63)
+    return np.where(bits & sign, zero - (bits & ~sign), zero + bits)
 
 
 class Comparison(NamedTuple):

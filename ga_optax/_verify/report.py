@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 
-from ga_optax._text import wrap
+from ga_optax._text import ruled, wrap
 
 
 class Cause(enum.Enum):
@@ -25,6 +25,24 @@ class Cause(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
+class LeafReport:
+    """The comparison of a leaf of the gradient.
+
+    Attributes:
+      shape: the shape.
+      dtype: the dtype.
+      max_ulp: how many numbers of the dtype lie between the two gradients at most, as
+        training computes them; many near zero, or if the cause is no rounding.
+      relative: ‖G - M‖ of the leaf over ‖G‖ of all leaves, in float64.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    max_ulp: int
+    relative: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Report:
     """The result of `verify`; `print` shows it as a page.
 
@@ -40,7 +58,7 @@ class Report:
       weights: the weights that reproduce the undivided batch, Σ wᵢ·gᵢ = G, if the cause
         is `WEIGHTS` or `SCALE`; their ratios are the counts. Otherwise None.
       relative: ‖G - M‖ / ‖G‖ over all leaves; 0 if both are zero.
-      leaves: by name of a leaf, ‖G - M‖ of the leaf over ‖G‖ of all leaves.
+      leaves: by name of a leaf, a `LeafReport`.
     """
 
     cause: Cause
@@ -50,7 +68,12 @@ class Report:
     warnings: tuple[str, ...]
     weights: tuple[float, ...] | None
     relative: float
-    leaves: dict[str, float]
+    leaves: dict[str, LeafReport]
+
+    @property
+    def max_ulp(self) -> int:
+        """The largest `max_ulp` of the leaves."""
+        return max(x.max_ulp for x in self.leaves.values())
 
     @property
     def ok(self) -> bool:
@@ -62,6 +85,14 @@ class Report:
         """The diagnosis, the size of the difference, and the fix: one paragraph."""
         texts = self.cause.value, self.detail, self.extent, self.fix
         return " ".join(filter(None, texts))
+
+    def table(self) -> str:
+        """A table with a line for each leaf."""
+        rows = [["leaf", "shape", "dtype", "ULPs", "relative"]]
+        for name, x in self.leaves.items():
+            figures = str(x.max_ulp), f"{x.relative:.1e}"
+            rows.append([name.removeprefix("leaf "), str(x.shape), x.dtype, *figures])
+        return "\n".join(ruled(rows, left=(0, 1, 2)))
 
     def __str__(self) -> str:
         verdict = "the same gradient" if self.ok else "NOT the same gradient"

@@ -11,6 +11,7 @@ import pytest
 from helpers import says, squares
 
 from ga_optax import Cause, testing
+from ga_optax._verify.gradients import ulps
 
 SAME_BITS = testing.assert_trees_bitwise_equal
 DTYPES = ["float16", "bfloat16", "float32", "float64", "int8", "uint32", "bool"]
@@ -101,7 +102,7 @@ def test_law_ulps_count_the_numbers_between_in_order(x, y):
     every = from_bits(np.arange(2**16), np.float16)
     order = np.unique(every[np.isfinite(every)].astype(np.float64))
     apart = np.searchsorted(order, float(a[0])) - np.searchsorted(order, float(b[0]))
-    assert int(testing._ulps(a, b)[0]) == abs(apart)
+    assert int(ulps(a, b)[0]) == abs(apart)
 
 
 @pytest.mark.parametrize("cause", [Cause.ROUNDING, Cause.SCALE])

@@ -565,7 +565,9 @@ def test_a_mean_loss_is_equal_up_to_rounding(k):
     assert report.cause is (Cause.ROUNDING if report.relative else Cause.EQUAL)
     assert report.weights is None
     assert [*report.leaves] == ["leaf ['b']", "leaf ['unused']", "leaf ['w']"]
-    assert report.leaves["leaf ['unused']"] == 0
+    unused = report.leaves["leaf ['unused']"]
+    assert (unused.shape, unused.dtype) == ((3,), "float32")
+    assert (unused.relative, unused.max_ulp) == (0, 0)
 
 
 def closed_over(params, _):
@@ -634,6 +636,19 @@ def test_the_page_shows_the_five_leaves_that_differ_most():
     assert [float(x) < 1e-9 for x, _ in others] == [True] * 4
 
 
+def test_ulps_are_between_what_training_computes():
+    report = ga.verify(mean_loss, PARAMS, BATCH, K)
+    whole = jax.jit(jax.grad(mean_loss))(PARAMS, BATCH)
+    parts = jax.jit(mean_of(mean_loss, K))(PARAMS, BATCH)[1]
+    lines = report.table().split("\n")[2:]
+    leaves = [*report.leaves.values()]
+    for leaf, line, a, b in leaves_of(leaves, lines, whole, parts):
+        between = np.max(np.abs(a - b) / np.spacing(np.abs(a)))
+        assert leaf.max_ulp == pytest.approx(between, rel=0.5)
+        assert line.split()[-2] == str(leaf.max_ulp)
+    assert report.max_ulp == max(x.max_ulp for x in leaves) > 0
+
+
 def test_the_size_of_the_difference_is_that_of_the_gradients():
     """The twin: the same in float64 by hand, with the weights in use."""
     with jax.enable_x64(True):
@@ -644,7 +659,8 @@ def test_the_size_of_the_difference_is_that_of_the_gradients():
         off = [jnp.linalg.norm(a - b) for _, a, b in leaves_of(whole, whole, mean)]
     report = ga.verify(token_loss, PARAMS, TOKENS, K)
     expected = np.array(off) / np.linalg.norm(norms)
-    np.testing.assert_allclose([*report.leaves.values()], expected, rtol=1e-6)
+    shares = [leaf.relative for leaf in report.leaves.values()]
+    np.testing.assert_allclose(shares, expected, rtol=1e-6)
     assert report.relative == pytest.approx(np.linalg.norm(expected), rel=1e-6)
 
 
