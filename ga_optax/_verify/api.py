@@ -86,15 +86,16 @@ def verify(
     rounds nor hides anything, and random draws are those of training. Code that
     computes in a low precision alone (Pallas, callbacks) runs as it is, and the page
     says so. A difference below four units of that precision is then `ROUNDING`, and a
-    difference below half of the digits `UNDETERMINED`. In the dtypes of training both
-    gradients have to be finite, and `max_ulp` counts the numbers between them.
+    difference below half of the digits `UNDETERMINED`. What `ga_optax.accumulate`
+    computes in the dtypes of training has to be finite; `max_ulp` counts the numbers
+    between that and the undivided gradient in these dtypes.
 
     **Memory.** In float64: three gradient trees, two copies of the parameters and one
     of the batch, for any `num_microbatches`. The undivided batch has to fit, too.
 
     **Time.** In float64, a gradient of the undivided batch and k of micro-batches, and
     once more for each number that may be the weights, if there is a cause to find. In
-    the dtypes of training, one gradient of the undivided batch.
+    the dtypes of training, k gradients of micro-batches.
 
     Args:
       fun: the loss, `fun(params, batch)`, or `fun(params, batch, key)` if `rng` is

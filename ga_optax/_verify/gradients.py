@@ -58,7 +58,7 @@ class Trained(NamedTuple):
     """Both gradients, as training computes them.
 
     Attributes:
-      is_finite: True if they and the loss are finite.
+      is_finite: True if the accumulated one is finite, and the mean of the losses.
       ulps: by leaf, how many numbers of its dtype lie between them, at most.
     """
 
@@ -67,9 +67,12 @@ class Trained(NamedTuple):
 
 
 def trained(value: Any, whole: Any, mean: Any) -> Trained:
-    """The comparison of the gradient of all rows with the accumulated one."""
-    given = jax.tree.leaves((value, whole, mean))
-    is_finite = all(bool(jnp.isfinite(x).all()) for x in given)
+    """The comparison of the gradient of all rows with the accumulated one.
+
+    `value` is the accumulated loss.
+    """
+    out = jax.tree.leaves((value, mean))
+    is_finite = all(bool(jnp.isfinite(x).all()) for x in out)
     pairs = zip(jax.tree.leaves(whole), jax.tree.leaves(mean), strict=True)
     both = ((np.asarray(x), np.asarray(y.astype(x.dtype))) for x, y in pairs)
     return Trained(is_finite, [int(ulps(x, y).max(initial=0)) for x, y in both])

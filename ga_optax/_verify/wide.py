@@ -46,11 +46,11 @@ class Wide:
         consts, args = (list(map(wide, xs)) for xs in (program.consts, args))
         program = read.Program(program.jaxpr, consts)
         out = interpret.evaluate(program, args, self._rule)
-        return _values(program.jaxpr.outvars, out)
+        return _widened(program.jaxpr.outvars, out)
 
     def _rule(self, equation: core.JaxprEqn, values: list[Any]) -> list[Any]:
         """The wide results of an equation, computed in float64 if possible."""
-        values = _values(equation.invars, values)
+        values = _widened(equation.invars, values)
         if not any(fixed in equation.primitive.name for fixed in _FIXED):
             with contextlib.suppress(Exception):  # of code that refuses float64
                 return self._in_float64(equation, values)
@@ -84,7 +84,7 @@ class Wide:
         return closed if hasattr(x, "consts") else closed.jaxpr
 
 
-def _values(atoms: Any, values: Any) -> list[Any]:
+def _widened(atoms: Any, values: Any) -> list[Any]:
     """The wide values of variables and literals."""
     return [
         wide(x) if read.is_variable(v) else np.asarray(x, wide_dtype(v.aval.dtype))
