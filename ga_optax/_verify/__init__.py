@@ -9,11 +9,9 @@ Each module imports only those above it:
 
     report        the result, and the page that it prints
     wide          the same function with every float in float64
-    gradients     the arguments; both gradients, norms and ULPs
-    counts        weights as whole numbers, and as code
+    gradients     the arguments, and one comparison of both gradients
     proof         how the loss depends on rows, from its program
-    diagnosis     the questions, in order: the answer to each is one cause
-    summary       the report, with the size of the difference
+    diagnosis     the questions in order, the answers, and the report
     api           `verify`
 """
 

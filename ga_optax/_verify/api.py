@@ -13,7 +13,7 @@ from ga_optax import _checks, accumulator
 from ga_optax._calls.accumulate import accumulate
 from ga_optax._calls.call import check_parameters
 from ga_optax._calls.words import explains_keywords
-from ga_optax._verify import gradients, summary
+from ga_optax._verify import diagnosis, gradients
 from ga_optax._verify.report import Report
 
 
@@ -45,7 +45,7 @@ def verify(
     >>> report = ga.verify(loss, params, batch, num_microbatches=3)
     >>> print(report.cause.name, [round(w, 6) for w in report.weights])
     WEIGHTS [0.5, 0.25, 0.25]
-    >>> print(report.fix.partition(": pass ")[2].partition(" to ")[0])
+    >>> print(report.fix.partition(": Pass ")[2].partition(" to ")[0])
     weight_fn=lambda batch: batch['mask'].sum()
     >>> by_count = lambda batch: batch["mask"].sum()
     >>> ga.verify(loss, params, batch, num_microbatches=3, weight_fn=by_count).ok
@@ -71,32 +71,31 @@ def verify(
     weights and scales, find inf, NaN and rounding, and decide for code that JAX cannot
     see into. Otherwise the cause is `UNDETERMINED`.
 
-    **Warnings.** Some mistakes are in both gradients: a loss that is divided by k, as
-    PyTorch users write it, although accumulation divides; or a loss that does not use
-    the batch. And counts that are equal in this batch may differ in the next batch. The
-    report warns of all three.
+    **Warnings.** The report warns of a loss that does not use its batch, and of counts
+    that are equal in this batch, but may differ in the next. A factor that is in both
+    gradients does not show: a loss that is divided by k, as PyTorch users write it.
 
     A constant term, such as an L2 penalty on the parameters, is right beside a mean
     loss, weighted or not, because a weighted mean keeps constants. Beside a *sum* the
     term is wrong: the sum needs the factor k, and the constant must not have the
     factor. The cause is then `SCALE`, and the fix is to return a mean.
 
-    **Exactness.** `EQUAL` and `max_ulp` compare what training computes in the
-    parameters' own dtypes: `jax.jit` of `jax.grad`, and a `ga_optax.accumulator`. The
-    diagnosis uses float64, and relative differences below 2⁻²⁶ count as rounding.
-    The program of `fun` is traced in its own dtypes and evaluated with all floats in
-    float64, so a cast to bfloat16 neither rounds nor hides anything, and random draws
-    are those of training. Code that computes in a low precision alone (Pallas,
-    callbacks) runs as it is, and the page says so. A difference below four units of
-    that precision is then `ROUNDING`, and a difference below half of the digits
-    `UNDETERMINED`.
+    **Exactness.** Gradients, losses and weights are compared in float64, where relative
+    differences below 2⁻²⁶ count as rounding. The program of `fun` is traced in its own
+    dtypes and evaluated with all floats in float64, so a cast to bfloat16 neither
+    rounds nor hides anything, and random draws are those of training. Code that
+    computes in a low precision alone (Pallas, callbacks) runs as it is, and the page
+    says so. A difference below four units of that precision is then `ROUNDING`, and a
+    difference below half of the digits `UNDETERMINED`. What `ga_optax.accumulate`
+    computes in the dtypes of training has to be finite; `max_ulp` counts the numbers
+    between that and the undivided gradient in these dtypes.
 
     **Memory.** In float64: three gradient trees, two copies of the parameters and one
     of the batch, for any `num_microbatches`. The undivided batch has to fit, too.
 
-    **Time.** Two gradients of the undivided batch and k of micro-batches in float64,
-    and the same once in the parameters' dtype; up to three times that if there is a
-    cause to find.
+    **Time.** In float64, a gradient of the undivided batch and k of micro-batches, and
+    once more for each number that may be the weights, if there is a cause to find. In
+    the dtypes of training, k gradients of micro-batches.
 
     Args:
       fun: the loss, `fun(params, batch)`, or `fun(params, batch, key)` if `rng` is
@@ -128,29 +127,23 @@ def verify(
         if has_aux and not (isinstance(out, (tuple, list)) and len(out) == 2):
             return out
         out, *aux = out if has_aux else (out,)
-        return out, weight_fn and _checks.check_weight(weight_fn(args[1], *aux))
+        return out, _checks.check_weight(weight_fn(args[1], *aux) if weight_fn else 1.0)
 
     _check(fun, params, batch, rng, weight_fn)
     key = () if rng is None else (rng,)
     k = _checks.check_num_microbatches(num_microbatches)
     params, batch = jax.tree.map(_placed, (params, batch))
     options: Any = {"rng_argnums": (2,) * len(key), "batch_axes": batch_axes}
-    run = accumulate(pair, k, has_aux=True, **options)
+    options["weight_fn"] = lambda batch, weight: weight
+    run = jax.jit(accumulate(pair, k, has_aux=True, **options))
     # `accumulate` checks the rest, and what `fun` returns, before anything runs.
-    jax.eval_shape(run, accumulator.init(params), params, batch, *key)
-    loss = (lambda *args: pair(*args)[0]) if has_aux else fun
-    weight: Any = weight_fn and (lambda *args: pair(*args)[1])
-    problem = gradients.Problem(
-        fun=loss,
-        params=params,
-        batch=batch,
-        key=key,
-        k=k,
-        weight=weight,
-        axes=_axes(batch, batch_axes),
-        x64=jnp.result_type(float) == jnp.float64,
-    )
-    return summary.answered(problem)
+    value, acc = run(accumulator.init(params), params, batch, *key)
+    axes, x64 = _axes(batch, batch_axes), jnp.result_type(float) == jnp.float64
+    problem = gradients.Problem(params, batch, key, pair, k, axes, x64)
+    whole = jax.jit(jax.grad(pair, has_aux=True))(*problem.args(None))[0]
+    trained = gradients.trained(value, whole, accumulator.mean(acc))
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        return diagnosis.report(problem, trained)
 
 
 def _check(fun: Any, params: Any, batch: Any, rng: Any, weight_fn: Any) -> None:
@@ -173,20 +166,18 @@ def _check(fun: Any, params: Any, batch: Any, rng: Any, weight_fn: Any) -> None:
         _checks.check_not_empty("rng", rng, "Pass jax.random.key(0), or leave it out.")
 
 
-def _axes(batch: Any, batch_axes: Any) -> list[int | None]:
+def _axes(batch: Any, batch_axes: Any) -> tuple[int | None, ...]:
     """The axis along which each leaf is split; None for a leaf that stays whole."""
     tree = jax.tree.broadcast(batch_axes, batch, is_leaf=lambda x: x is None)
     leaves, structure = jax.tree.flatten(batch)
     pairs = zip(leaves, structure.flatten_up_to(tree), strict=True)
-    return [axis if axis is None else axis % x.ndim for x, axis in pairs]
+    return tuple(axis if axis is None else axis % x.ndim for x, axis in pairs)
 
 
 def _placed(x: ArrayLike) -> jax.Array:
-    """An array with the same sharding, of which `x[rows]` needs no `out_sharding`."""
+    """An array with the same sharding, of which a slice needs no `out_sharding`."""
     x = jnp.asarray(x)
-    old = x.sharding
-    if not isinstance(old, NamedSharding) or not isinstance(old.mesh, Mesh):
-        return x
-    mesh = Mesh(old.mesh.devices, old.mesh.axis_names)  # of automatic axes
-    new = NamedSharding(mesh, old.spec, memory_kind=old.memory_kind)
-    return jax.device_put(x, new)
+    if isinstance(x.sharding, NamedSharding):
+        mesh = Mesh(x.sharding.mesh.devices, x.sharding.mesh.axis_names)
+        x = jax.device_put(x, x.sharding.update(mesh=mesh))
+    return x

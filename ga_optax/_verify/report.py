@@ -2,9 +2,8 @@
 
 import dataclasses
 import enum
-import math
 
-from ga_optax._text import columns, wrap
+from ga_optax._text import ruled, wrap
 
 
 class Cause(enum.Enum):
@@ -25,120 +24,85 @@ class Cause(enum.Enum):
     UNDETERMINED = "Neither the program of the loss nor its numbers tell what is wrong."
 
 
-MOST = 5  # leaves in a page
-# The causes with which accumulation gives the undivided batch's gradient.
-SAME = (Cause.EQUAL, Cause.ROUNDING)
-
-
 @dataclasses.dataclass(frozen=True)
 class LeafReport:
-    """The comparison of one leaf of the gradient.
+    """The comparison of a leaf of the gradient.
 
     Attributes:
-      name: its path in the parameters.
-      shape: its shape.
-      dtype: its dtype, in which `max_ulp` counts.
-      max_ulp: how many representable numbers lie between the two gradients, at most
-        over the elements. It is large near a zero, too, where it means little, and if
-        the gradients differ by more than rounding.
-      max_abs: the largest absolute difference of the two gradients in that dtype.
-      relative: ‖G - M‖ / ‖G‖ of the leaf in float64, G undivided and M accumulated.
+      shape: the shape.
+      dtype: the dtype.
+      max_ulp: how many numbers of the dtype lie between the two gradients at most, as
+        training computes them; many near zero, or if the cause is no rounding.
+      relative: ‖G - M‖ of the leaf over ‖G‖ of all leaves, in float64.
     """
 
-    name: str
     shape: tuple[int, ...]
     dtype: str
     max_ulp: int
-    max_abs: float
     relative: float
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Report:
     """The result of `verify`; `print` shows it as a page.
 
+    With G, the gradient of the undivided batch, and M, the accumulated one:
+
     Attributes:
-      ok: True if accumulation gives the gradient of the undivided batch, that is, if
-        the cause is `EQUAL` or `ROUNDING`.
       cause: the cause of the difference.
-      message: the diagnosis, the size of the difference, and the fix: one paragraph.
+      detail: what the loss shows of the cause, with the lines of your code; or "".
+      extent: the size of the difference, both losses, and the precision in which they
+        are compared: float64, unless the loss calls code for other dtypes.
+      fix: the line of code that fixes the difference, or other advice.
+      warnings: mistakes that may be in both gradients; () for most losses.
       weights: the weights that reproduce the undivided batch, Σ wᵢ·gᵢ = G, if the cause
         is `WEIGHTS` or `SCALE`; their ratios are the counts. Otherwise None.
-      max_ulp: the largest of the leaves; None if the cause is `NOT_FINITE`.
-      relative: ‖G - M‖ / ‖G‖ over all leaves, in float64; 0 if both are zero.
-      leaves: a `LeafReport` for each leaf, in the order of the tree.
-      worst: the five of them that differ most, the worst first.
-      fix: the line of code that fixes the difference, or other advice.
-      warnings: mistakes that may be in both gradients, in sentences; () for most
-        losses.
-      dtype: the lowest floating precision that the loss had in the diagnosis.
-      losses: the loss of the undivided batch, and the accumulated loss.
-      num_microbatches: k.
-      batch_size: the number of rows of the undivided batch.
-      diagnosis: the cause and the detail, in sentences.
-      extent: the size of the difference, in sentences.
+      relative: ‖G - M‖ / ‖G‖ over all leaves; 0 if both are zero.
+      leaves: by name of a leaf, a `LeafReport`.
     """
 
-    ok: bool
     cause: Cause
-    message: str
-    weights: tuple[float, ...] | None
-    max_ulp: int | None = None
-    relative: float = math.nan
-    leaves: tuple[LeafReport, ...] = ()
-    worst: tuple[LeafReport, ...] = ()
+    detail: str
+    extent: str
     fix: str
-    warnings: tuple[str, ...] = ()
-    dtype: str
-    losses: tuple[float, float]
-    num_microbatches: int
-    batch_size: int
-    diagnosis: tuple[str, ...]
-    extent: tuple[str, ...]
+    warnings: tuple[str, ...]
+    weights: tuple[float, ...] | None
+    relative: float
+    leaves: dict[str, LeafReport]
+
+    @property
+    def max_ulp(self) -> int:
+        """The largest `max_ulp` of the leaves."""
+        return max(x.max_ulp for x in self.leaves.values())
+
+    @property
+    def ok(self) -> bool:
+        """True if accumulation gives the gradient of the undivided batch."""
+        return self.cause in (Cause.EQUAL, Cause.ROUNDING)
+
+    @property
+    def message(self) -> str:
+        """The diagnosis, the size of the difference, and the fix: one paragraph."""
+        texts = self.cause.value, self.detail, self.extent, self.fix
+        return " ".join(filter(None, texts))
+
+    def table(self) -> str:
+        """A table with a line for each leaf."""
+        rows = [["leaf", "shape", "dtype", "ULPs", "relative"]]
+        for name, x in self.leaves.items():
+            figures = str(x.max_ulp), f"{x.relative:.1e}"
+            rows.append([name.removeprefix("leaf "), str(x.shape), x.dtype, *figures])
+        return "\n".join(ruled(rows, left=(0, 1, 2)))
 
     def __str__(self) -> str:
-        k, rows = self.num_microbatches, self.batch_size
         verdict = "the same gradient" if self.ok else "NOT the same gradient"
-        if math.isnan(self.relative):
-            verdict = "cannot be compared"
-        parts = f"{k} micro-batch{'es' * (k > 1)} of {rows // k} rows"
-        compared = f"Compared: one batch of {rows} rows, and the same rows as {parts}."
-        head = f"Micro-batches, each by itself: {verdict} ({self.cause.name})"
-        lines = [head, "", *wrap(compared)]
-        for title, paragraphs in {
-            "What was found" if self.ok else "What is wrong": self.diagnosis,
-            "How large it is": self.extent,
+        lines = [f"Micro-batches, each by itself: {verdict} ({self.cause.name})"]
+        for title, texts in {
+            "What was found": (self.cause.value, self.detail),
+            "How large it is": (self.extent,),
             "What to do": (self.fix,),
             "Warning": self.warnings,
         }.items():
-            lines += ["", title] if paragraphs else []
-            lines += [line for text in paragraphs for line in wrap(f"  {text}")]
-        if len(self.leaves) > MOST:
-            lines += ["", *_table(self.worst, ulps=self.ok)]
-            lines += [f"{len(self.leaves)} leaves: print(report.table()) shows all."]
-        elif self.leaves:
-            lines += ["", self.table()]
+            lines += ["", title] if texts else []
+            lines += [line for x in filter(None, texts) for line in wrap(f"  {x}")]
         return "\n".join(lines)
-
-    def table(self) -> str:
-        """The table of all leaves; the page has the five that differ most."""
-        return "\n".join(_table(self.leaves, ulps=self.ok))
-
-
-def _table(leaves: tuple[LeafReport, ...], ulps: bool) -> list[str]:
-    """A row for each leaf, and a legend; ULPs only if the difference is rounding."""
-    rows = [["leaf", "shape", "dtype", "ULPs", "difference", "relative"]]
-    for leaf in leaves:
-        figures = f"{leaf.max_ulp} {leaf.max_abs:.1e} {leaf.relative:.1e}".split()
-        name = leaf.name.removeprefix("leaf ")
-        rows.append([name, str(leaf.shape), leaf.dtype, *figures])
-    legend = (
-        "difference: how far apart the two gradients are at most, as training computes "
-        "them. relative: the norm of the difference over that of the undivided "
-        "gradient, in float64 if the loss allows it."
-    )
-    if ulps:
-        legend = f"ULPs: how many numbers of the dtype lie between them. {legend}"
-    else:
-        rows = [[*row[:3], *row[4:]] for row in rows]
-    return [*columns(rows, left=(0, 1, 2)), "", *wrap(legend)]

@@ -38,43 +38,19 @@ class Wide:
             # A new function each time, so that JAX traces it again.
             trace = jax.make_jaxpr(lambda *x: self._fun(*x), return_shape=True)
             program, out = trace(*args)
-        inputs = list(map(self.widened, jax.tree.leaves(args)))
-        return jax.tree.structure(out).unflatten(self._evaluated(program, inputs))
-
-    def widened(self, x: Any) -> Any:
-        """An array, a dtype or a program in float64; anything else as it is."""
-        if hasattr(x, "eqns"):
-            program = read.Program(getattr(x, "jaxpr", x), getattr(x, "consts", ()))
-            types = [_wide_type(v.aval) for v in program.jaxpr.invars]
-            # The trace is of a call of `verify`, in which `rowwise` is read.
-            trace = jax.make_jaxpr(
-                lambda *xs: self._evaluated(program, xs), axis_env=rowwise.READ
-            )
-            closed = trace(*types)
-            return closed if hasattr(x, "consts") else closed.jaxpr
-        if isinstance(x, np.dtype):
-            return wide_dtype(x)
-        return cast(x, wide_dtype(x.dtype)) if hasattr(x, "dtype") else x
+        results = self._evaluated(program, jax.tree.leaves(args))
+        return jax.tree.structure(out).unflatten(results)
 
     def _evaluated(self, program: Any, args: Any) -> list[Any]:
-        """The results of a program of wide arguments."""
-        program = read.Program(program.jaxpr, list(map(self.widened, program.consts)))
+        """The wide results of a program."""
+        consts, args = (list(map(wide, xs)) for xs in (program.consts, args))
+        program = read.Program(program.jaxpr, consts)
         out = interpret.evaluate(program, args, self._rule)
-        return self._values(program.jaxpr.outvars, out)
-
-    def _values(self, atoms: Any, values: Any) -> list[Any]:
-        """The wide values of variables and literals."""
-
-        def value(atom: Any, x: Any) -> Any:
-            if read.is_variable(atom):
-                return self.widened(x)
-            return np.asarray(x, wide_dtype(atom.aval.dtype))
-
-        return list(map(value, atoms, values))
+        return _widened(program.jaxpr.outvars, out)
 
     def _rule(self, equation: core.JaxprEqn, values: list[Any]) -> list[Any]:
         """The wide results of an equation, computed in float64 if possible."""
-        values = self._values(equation.invars, values)
+        values = _widened(equation.invars, values)
         if not any(fixed in equation.primitive.name for fixed in _FIXED):
             with contextlib.suppress(Exception):  # of code that refuses float64
                 return self._in_float64(equation, values)
@@ -88,9 +64,7 @@ class Wide:
         params, name = equation.params, equation.primitive.name
         if name.startswith("custom_"):  # the rules are for the dtypes of training
             return self._evaluated(read.inner(equation)[0], values)
-        params = jax.tree.map(
-            self.widened, params, is_leaf=lambda x: hasattr(x, "eqns")
-        )
+        params = jax.tree.map(self._param, params, is_leaf=lambda x: hasattr(x, "eqns"))
         if name == rowwise.NAME:
             fun = _between_casts(params["promise"].fun, equation)
             params["promise"] = params["promise"]._replace(fun=fun)
@@ -99,6 +73,28 @@ class Wide:
         elif "precision" in params:
             params["precision"] = None  # may name a dtype
         return _bound(equation.replace(params=params), values)
+
+    def _param(self, x: Any) -> Any:
+        """A parameter of an equation: a wide program, dtype or array, or as it is."""
+        if not hasattr(x, "eqns"):
+            return wide_dtype(x) if isinstance(x, np.dtype) else wide(x)
+        program = read.Program(getattr(x, "jaxpr", x), getattr(x, "consts", ()))
+        types = [_wide_type(v.aval) for v in program.jaxpr.invars]
+        closed = jax.make_jaxpr(lambda *xs: self._evaluated(program, xs))(*types)
+        return closed if hasattr(x, "consts") else closed.jaxpr
+
+
+def _widened(atoms: Any, values: Any) -> list[Any]:
+    """The wide values of variables and literals."""
+    return [
+        wide(x) if read.is_variable(v) else np.asarray(x, wide_dtype(v.aval.dtype))
+        for v, x in zip(atoms, values, strict=True)
+    ]
+
+
+def wide(x: Any) -> Any:
+    """An array in float64; anything else as it is."""
+    return _cast(x, wide_dtype(x.dtype)) if hasattr(x, "dtype") else x
 
 
 def _bound(equation: core.JaxprEqn, values: Any) -> list[Any]:
@@ -109,23 +105,16 @@ def _bound(equation: core.JaxprEqn, values: Any) -> list[Any]:
     return interpret.bind(nothing.jaxpr, [equation], *ends, values)
 
 
-def cast(x: Any, dtype: Any) -> Any:
+def _cast(x: Any, dtype: Any) -> Any:
     """An array of that dtype; itself if it is."""
     return x if x.dtype == dtype else x.astype(dtype)
 
 
-def _between_casts(
-    fun: Callable[..., Any], equation: core.JaxprEqn
-) -> Callable[..., Any]:
+def _between_casts(fun: Callable[..., Any], e: core.JaxprEqn) -> Callable[..., Any]:
     """A function of wide operands of an equation, with wide results."""
-    invars: Any = equation.invars
-    dtypes = [x.aval.dtype for x in invars]
-
-    def run(*xs: Any) -> list[Any]:
-        out = fun(*map(cast, xs, dtypes))
-        return [cast(x, wide_dtype(x.dtype)) for x in out]
-
-    return run
+    types: Any = [x.aval for x in e.invars]
+    dtypes = [x.dtype for x in types]
+    return lambda *xs: list(map(wide, fun(*map(_cast, xs, dtypes))))
 
 
 def wide_dtype(dtype: Any) -> Any:
