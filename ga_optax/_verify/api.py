@@ -95,7 +95,7 @@ def verify(
 
     **Time.** In float64, a gradient of the undivided batch and k of micro-batches, and
     once more for each number that may be the weights, if there is a cause to find. In
-    the dtypes of training, k gradients of micro-batches.
+    the dtypes of training, both gradients once.
 
     Args:
       fun: the loss, `fun(params, batch)`, or `fun(params, batch, key)` if `rng` is
