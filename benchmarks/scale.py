@@ -135,12 +135,17 @@ def measure(config: Config) -> Iterator[dict[str, Any]]:
             )
             layout = split if way.is_sharded else (whole[0], split[1])
             args = accelerators.on_mesh(state, mesh, layout), rows
-            program = accelerators.compiled(target, step, *args, options=options)
+            row: dict[str, Any] = {"million_parameters": num_bytes / 4e6}
+            row |= {"target": name, "way": way.name, "fits": "no"}
+            try:
+                program = accelerators.compiled(target, step, *args, options=options)
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                yield row  # a TPU's compiler makes no program that does not fit
+                continue
             kinds = sent(program.text)
-            yield {
-                "million_parameters": num_bytes / 4e6,
-                "target": name,
-                "way": way.name,
+            yield row | {
                 "needed_gb": program.needed / 1e9,
                 "fits": "yes" if program.needed <= limit else "no",
                 "sent_gb": kinds.total() / 1e9,
@@ -188,7 +193,7 @@ def main() -> None:
         rows = list(measure(config))
         results[size] = rows
         print(f"\n{size}: {dataclasses.asdict(config)}")
-        cells = [[accelerators.cell(row[name]) for name in head] for row in rows]
+        cells = [[accelerators.cell(row.get(x, "-")) for x in head] for row in rows]
         record.print_table(head, cells)
     content = {
         "device": "compiled for 64 devices without a device",
