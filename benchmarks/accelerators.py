@@ -505,7 +505,8 @@ def print_rows(name: str, rows: Rows) -> None:
 
 
 def cell(value: Any) -> Any:
-    """A number of a table, rounded."""
+    """A number of a table, rounded; a dash for None."""
+    value = "-" if value is None else value
     return round(value, 2) if isinstance(value, float) else value
 
 

@@ -137,6 +137,7 @@ def measure(config: Config) -> Iterator[dict[str, Any]]:
             args = accelerators.on_mesh(state, mesh, layout), rows
             row: dict[str, Any] = {"million_parameters": num_bytes / 4e6}
             row |= {"target": name, "way": way.name, "fits": "no"}
+            row |= dict.fromkeys(["needed_gb", "sent_gb", "over_gradient", "kinds"])
             try:
                 program = accelerators.compiled(target, step, *args, options=options)
             except jax.errors.JaxRuntimeError as error:
@@ -193,7 +194,7 @@ def main() -> None:
         rows = list(measure(config))
         results[size] = rows
         print(f"\n{size}: {dataclasses.asdict(config)}")
-        cells = [[accelerators.cell(row.get(x, "-")) for x in head] for row in rows]
+        cells = [[accelerators.cell(row[name]) for name in head] for row in rows]
         record.print_table(head, cells)
     content = {
         "device": "compiled for 64 devices without a device",
