@@ -5,9 +5,9 @@
 
 Each benchmark runs in a process of its own and writes a file to the folder of results.
 The table and the pictures are made from these files alone. Each line has the limit, the
-best peer, ours, and the script that prints more. The suite takes ten minutes
-on two CPU cores, and 20 GB. With `--quick` it shows in a minute that everything runs,
-but its numbers mean nothing.
+best peer, ours, and the script that prints more. The suite takes ten minutes on two CPU
+cores, and 20 GB. With `--quick` it shows in a minute that everything runs, but its
+numbers mean nothing.
 """
 
 import argparse

@@ -81,13 +81,10 @@ def _gathered(jaxpr: core.Jaxpr, sharded: dict[Any, _Specs], mesh: Any) -> core.
             left_alone(equation, f"{name} gets parameters that are gathered before")
         new = []
         for x in dict.fromkeys(params):
-            if x not in whole:
-                part, whole[x] = core.Var(x.aval), core.Var(x.aval)
-                for old, to, spec in zip(
-                    (x, part), (part, whole[x]), sharded[x], strict=True
-                ):
-                    sharding = NamedSharding(mesh, PartitionSpec(*spec))
-                    new.append(constraints.placed(old, to, sharding, equation))
+            for entries in () if x in whole else sharded[x]:
+                before, whole[x] = whole.get(x, x), core.Var(x.aval)
+                place = NamedSharding(mesh, PartitionSpec(*entries))
+                new.append(constraints.placed(before, whole[x], place, equation))
         return [*new, equation.replace(invars=rewrite.rename(ins, whole))]
 
     return rewrite.changed(jaxpr, change)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from corpus import losses
+from corpus import losses, scans
 from corpus.losses import LOSSES, D, E, N, hidden
 from helpers import apart, array, bits, mean_of, mesh_of, products, put, temporaries
 from jax.sharding import AxisType
@@ -350,6 +350,17 @@ def test_the_peak_that_is_said_is_what_the_compiler_says(fun):
     # The twin: what is kept, all in all, is another number by default.
     kept = ga.batch_dependencies(fun, OVER)(*args).kept_bytes
     assert kept > 1.15 * temporaries(window(fun), *args)
+
+
+def test_a_scan_with_an_extremum_takes_three_stacks():
+    """A stack that waited for a sum to which a loop adds would be a fourth."""
+    how = scans.How(8)
+    p, x = scans.arguments(how.length, 96, jnp.float32)
+    loss = scans.loss_of(scans.running, how)
+    make = lambda k: jax.jit(ga.value_and_grad(loss, k))  # noqa: E731
+    plan = ga.plan(make, p, x, batch_size=4, candidates=[4], memory_limit=2**50)
+    stack = how.length * x.nbytes
+    assert 2.5 * stack < plan.candidates[0].temp < 3.5 * stack
 
 
 @pytest.mark.slow
