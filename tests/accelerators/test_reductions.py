@@ -53,7 +53,8 @@ def hidden(program):
     for body in {id(body): body for body in loops}.values():
         products, starts = [], {}
         for n, line in enumerate(body.values()):
-            if any(x.opcode in ("dot", "convolution") for x in module.inside(line)):
+            fused = [p.instruction for name in line.called for p in module.walk(name)]
+            if any(x.opcode in ("dot", "convolution") for x in (line, *fused)):
                 products.append(n)
             if line.opcode.endswith("-start"):
                 starts[line.name] = n
