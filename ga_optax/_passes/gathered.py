@@ -96,6 +96,8 @@ def _looked_up(
     """A lookup in each device's columns of a table, such as an embedding; or None.
 
     What is found is sent to the devices of the rows, if that is less than the table.
+    Columns that are also split over another axis are not looked up: the compiler sums
+    their gradients whole.
     """
     how, [out] = equation.params, equation.outvars
     table: Any = equation.invars[0].aval
@@ -108,11 +110,10 @@ def _looked_up(
         place = None if d in gone else next(places)
         if before == after:
             continue
-        if place is None or how["slice_sizes"][d] != table.shape[d]:
+        if place is None or after or how["slice_sizes"][d] != table.shape[d]:
             return None
-        entries[place] = after
-        names = {*meshes.names_in(before)} - {*meshes.names_in(after)}
-        parts *= math.prod(mesh.shape[name] for name in names)
+        entries[place] = None
+        parts *= math.prod(mesh.shape[name] for name in meshes.names_in(before))
     if read.numbers(found.shape) > parts * read.numbers(table.shape):
         return None
     result = core.Var(found)

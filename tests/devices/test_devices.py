@@ -250,10 +250,21 @@ def test_sync_each_reduces_in_every_micro_step(kind):
     assert {c.kind for c in audit.in_loop} <= {"all-gather", *REDUCTIONS}
 
 
-@pytest.mark.parametrize("rows", [32, 4096])
-def test_sync_each_sends_what_a_table_is_read_for_or_the_table(rows):
+@pytest.mark.parametrize(
+    ("shape", "spec", "rows", "is_looked_up"),
+    [
+        ({"data": 8}, P(None, "data"), 32, True),
+        ({"data": 8}, P(None, "data"), 4096, False),  # more than the table
+        ({"data": 4, "model": 2}, P("model", "data"), 32, True),
+        # XLA sums the whole gradient of a table with columns on two axes.
+        ({"data": 4, "model": 2}, P(None, ("data", "model")), 32, False),
+    ],
+)
+def test_sync_each_sends_what_a_table_is_read_for_or_the_table(
+    shape, spec, rows, is_looked_up
+):
     """An embedding, each of whose columns lies on one device."""
-    mesh, words, width = mesh_of(8), 64, 32
+    mesh, words, width = mesh_of(*shape.values(), names=tuple(shape)), 64, 32
     table = jax.random.normal(jax.random.key(0), (words, width))
     ids = jax.random.randint(jax.random.key(1), (rows,), 0, words)
 
@@ -261,9 +272,8 @@ def test_sync_each_sends_what_a_table_is_read_for_or_the_table(rows):
         return jnp.mean(jnp.sin(table[ids]) ** 2)
 
     expected = jax.value_and_grad(loss)(table, ids)
-    axis = ga.DataAxis("data", mesh=mesh, param_specs=P(None, "data"), sync="each")
-    specs = P(None, "data"), P("data")
-    places = tuple(NamedSharding(mesh, spec) for spec in specs)
+    axis = ga.DataAxis("data", mesh=mesh, param_specs=spec, sync="each")
+    places = NamedSharding(mesh, spec), NamedSharding(mesh, P("data"))
     args = jax.device_put((table, ids), places)
     step = jax.jit(ga.value_and_grad(loss, 2, data_axis=axis)).lower(*args).compile()
     chex.assert_trees_all_close(step(*args), expected, rtol=1e-5, atol=1e-8)
@@ -271,10 +281,12 @@ def test_sync_each_sends_what_a_table_is_read_for_or_the_table(rows):
     for c in ga.audit(step, mesh).in_loop:
         sent[c.kind] += c.num_bytes
     found, whole = rows // 2 // 8 * width * 4, words * width * 4
-    if rows == 32:  # what is found goes to its rows, and comes back
+    if len(shape) == 2:
+        assert sum(sent.values()) < (whole // 4 if is_looked_up else whole)
+    elif is_looked_up:  # what is found goes to its rows, and comes back
         assert sent["all-to-all"] == 2 * found < whole
         assert sent["all-reduce"] < 8
-    else:  # more than the table: that is gathered, and its gradient reduced
+    else:  # the table is gathered, and its gradient reduced
         assert found > whole
         assert sent["all-gather"] == whole // 8
         assert sent["all-reduce"] + sent["reduce-scatter"] >= whole
