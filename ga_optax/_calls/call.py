@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 
 from ga_optax import config
 from ga_optax._calls import batches, words
@@ -35,6 +36,7 @@ class Call(NamedTuple):
       batch_axes: along which axis each leaf of the batch arguments is split; None if
         it goes to each micro-batch whole, as it came.
       devices: the devices.
+      parts: the parameters of this device before they are gathered, if they are.
       rows: how many leaves of the batch are differentiated, too: the first of them.
       sums: True if gradients come in the dtypes of their sums.
       labels: True if equations carry what a micro-batch holds of each result.
@@ -46,6 +48,7 @@ class Call(NamedTuple):
     roles: dict[str, tuple[Argument, ...]]
     batch_axes: Sequence[int | None] = ()
     devices: Devices = Devices()
+    parts: Sequence[Any] = ()
     rows: int = 0
     sums: bool = False
     labels: bool = False
@@ -169,7 +172,25 @@ class Call(NamedTuple):
 
     def where(self) -> DeviceContext:
         """The devices, as far as a loop has to know them."""
-        return self.devices.where([name for name, _ in named_leaves(self.params)])
+        names, devices = [name for name, _ in named_leaves(self.params)], self.devices
+        # Logical devices have the same bits with parameters that lie whole.
+        own = devices.params if self.parts and not devices.logical else ()
+        gathered = [bool(place.dims) for place in own]
+        return devices.where(names)._replace(gathered_params=gathered)
+
+    def params_of(self, program: core.Jaxpr) -> list[jax.Array]:
+        """The parameters, in the dtypes that a program takes.
+
+        Those of lower precision are cast, and gathered once more: nobody reads the
+        others then.
+        """
+        params = list(map(jnp.asarray, jax.tree.leaves(self.params)))
+        for i, x in enumerate(params):
+            aval: Any = program.invars[i].aval
+            if aval.dtype != x.dtype:
+                part, place = self.parts[i].astype(aval.dtype), self.devices.params[i]
+                [params[i]] = collectives.gather([part], [place])
+        return params
 
     def split(self, strided: bool | None) -> list[jax.Array]:
         """The batch as `[number of parts, ...]`, micro-batches along axis 0."""
@@ -193,9 +214,8 @@ class Call(NamedTuple):
             return structure.unflatten(new.get(n, x) for n, x in pairs)
 
         args = tuple(map(renewed, self.args))
-        return self._replace(
-            args=args, kwargs={i: renewed(x) for i, x in self.kwargs.items()}
-        )
+        kwargs = {i: renewed(x) for i, x in self.kwargs.items()}
+        return self._replace(args=args, kwargs=kwargs, parts=())
 
     def on_device(self) -> "Call":
         """The same call, with the arguments of every role as this device has them.
@@ -206,13 +226,15 @@ class Call(NamedTuple):
         if not axes:
             return self
         new = {role: collectives.vary(self.leaves(role), axes) for role in self.roles}
-        params = collectives.gather(list(new["argnums"].values()), devices.params)
+        parts = list(new["argnums"].values())
+        params = collectives.gather(parts, devices.params)
         new["argnums"] = dict(zip(new["argnums"], params, strict=True))
         if not devices.logical:
             device = jax.lax.axis_index(axes)
             keys = new["rng_argnums"].items()
             new["rng_argnums"] = {n: jax.random.fold_in(k, device) for n, k in keys}
-        return self.with_leaves(dict(collections.ChainMap(*new.values())))
+        call = self.with_leaves(dict(collections.ChainMap(*new.values())))
+        return call._replace(parts=parts)
 
 
 def _is_integer(x: Any) -> bool:

@@ -209,7 +209,7 @@ def rewrite(micro_batch: MicroBatch) -> Rewritten:
         arrivals=arrivals,
         optimize=optimize,
     )
-    params = list(map(jnp.asarray, jax.tree.leaves(call.params)))
+    params = call.params_of(jaxpr)
     batch = [*call.split(micro_batch.strided), _indices(call)]
     acc = accumulator.begun(call.params, call.options.accumulator_dtype)
     acc = call.devices.flat(acc._replace(total=call.devices.shard(acc.total, -0.0)))

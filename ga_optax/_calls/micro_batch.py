@@ -63,7 +63,7 @@ def traced(
         arrivals=arrivals,
         optimize=optimize,
     )
-    params, carry = list(map(jnp.asarray, params)), list(map(trees.strong, carry))
+    params, carry = call.params_of(jaxpr), list(map(trees.strong, carry))
     real: Any = options.num_real_microbatches
     real = None if real is None else jnp.asarray(real, jnp.int32)
     operands = Operands(consts, params, batch, keys, carry, devices.flat(acc), real)

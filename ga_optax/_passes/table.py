@@ -5,6 +5,8 @@
 | `fun`         | constants  | same bits in every   | computes tables before the loop |
 |               |            | grouping             |                                 |
 | `fun`         | casts      | same bits            | casts parameters by layer       |
+| `fun`         | narrowed   | same bits            | casts sharded parameters before |
+|               |            |                      | they are gathered               |
 | sharded `fun` | gathered   | same to rounding     | gathers parameters at their use |
 | sharded `fun` | shards     | same to rounding     | gathers other arrays at their   |
 |               |            |                      | use                             |
@@ -30,6 +32,7 @@ from ga_optax._passes import (
     duplicates,
     gathered,
     log,
+    narrowed,
     products,
     repeats,
     shards,
@@ -60,6 +63,13 @@ class Pass(NamedTuple):
 PASSES = (
     Pass("constants", "fun", "same bits in every grouping", constants.hoisted),
     Pass("casts", "fun", "same bits", casts.sunk, lambda facts: facts.adds_in_place),
+    Pass(
+        "narrowed",
+        "fun",
+        "same bits",
+        narrowed.narrowed,
+        lambda facts: any(facts.gathered_params),
+    ),
     Pass("gathered", "sharded fun", "same to rounding", gathered.gathered),
     Pass(
         "shards",

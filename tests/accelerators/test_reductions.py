@@ -139,17 +139,28 @@ def test_what_a_model_casts_is_gathered_in_bfloat16(target, options):
     }
     place = NamedSharding(mesh, P("data"))
     tokens = jax.ShapeDtypeStruct((K * 64, length), jnp.int32, sharding=place)
-    axis = ga.DataAxis("data", param_specs=specs, sync="each")
-    step = ga.value_and_grad(of_tokens, K, data_axis=axis)
-    with machines.find(target).arguments((params, tokens)) as args:
-        lowered = jax.jit(lambda *args: step(*args)).lower(*args)
+
+    def of_axis(axis):
+        step = ga.value_and_grad(of_tokens, K, data_axis=axis)
+        with machines.find(target).arguments((params, tokens)) as args:
+            lowered = jax.jit(lambda *args: step(*args)).lower(*args)
+        return ga.audit(lowered.compile(compiler_options=options))
+
+    each = ga.DataAxis("data", param_specs=specs, sync="each")
     sent = collections.Counter()
-    for c in ga.audit(lowered.compile(compiler_options=options)).in_loop:
+    for c in of_axis(each).in_loop:
         sent[c.kind] += c.total_bytes
     layers = LAYERS * WIDTH * WIDTH * 2 // DEVICES
     ids = 64 * length * 4 // DEVICES
     assert sent["all-gather"] == K * (2 * layers + ids)
     assert sent["all-to-all"] == 2 * K * 64 // DEVICES * length * WIDTH * 2
+
+    # With sync="last" all is gathered once, and each device casts its part before.
+    once = of_axis(ga.DataAxis("data", param_specs=specs))
+    whole = (words + LAYERS * WIDTH) * WIDTH * 2
+    sent = [c.total_bytes for c in once.collectives if c.kind == "all-gather"]
+    assert sum(sent) == whole // DEVICES
+    assert not [c for c in once.in_loop if c.num_bytes > 1000]
 
 
 def needed(program):

@@ -292,6 +292,59 @@ def test_sync_each_sends_what_a_table_is_read_for_or_the_table(
         assert sent["all-reduce"] + sent["reduce-scatter"] >= whole
 
 
+def _low(x):
+    return x.astype(jnp.bfloat16)
+
+
+def _thrice(step, start, xs=None):
+    length = 3 if xs is None else None
+    return jax.lax.scan(lambda h, x: (step(h, x), None), start, xs, length=length)[0]
+
+
+READERS = {  # of a parameter, with the dtype of the parameter on the network
+    "in a function": (lambda w, x: jax.jit(lambda w: x @ _low(w))(w), "bf16"),
+    "again": (lambda w, x: jax.checkpoint(lambda w: x @ _low(w))(w), "bf16"),
+    "twice": (lambda w, x: x @ _low(w) @ _low(w), "bf16"),
+    "by layer": (lambda w, x: _thrice(lambda h, w: h * _low(w)[None], x, w), "bf16"),
+    "in each layer": (lambda w, x: _thrice(lambda h, _: h @ _low(w), x), "bf16"),
+    "in a carry": (
+        lambda w, x: _thrice(lambda c, _: (c[0] @ _low(c[1]), -c[1]), (x, w))[0],
+        "f32",
+    ),
+    "as it is, too": (lambda w, x: x @ _low(w) + _low(jnp.sum(w)), "f32"),
+    "in two dtypes": (lambda w, x: x @ _low(w) @ _low(w.astype(jnp.float16)), "f32"),
+    "in a branch": (
+        lambda w, x: x @ jax.lax.cond(x[0, 0] > 0, _low, lambda w: -_low(w), w),
+        "f32",
+    ),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("make", [ga.value_and_grad, mean_of])
+def test_parameters_that_are_only_cast_are_gathered_in_fewer_bits(reader, make):
+    """With the values of the plain call, which gathers in float32."""
+    use, dtype = READERS[reader]
+
+    def loss(w, x):
+        return jnp.mean(use(w, x.astype(jnp.bfloat16)).astype(jnp.float32) ** 2)
+
+    mesh = mesh_of(4)
+    axis = ga.DataAxis("data", mesh=mesh, param_specs=P(None, "data"))
+    w, x = normal(8, 8) / 4, normal(64, 8, seed=1)
+    args = put(w, mesh, P(None, "data")), put(x, mesh, P("data"))
+    step, plain = (
+        jax.jit(make(loss, 2, data_axis=axis, optimize=o)) for o in (True, False)
+    )
+    lines = step.lower(*args).as_text().splitlines()
+    [line] = [line for line in lines if "stablehlo.all_gather" in line]
+    assert f"8x8x{dtype}>" in line
+    (value, grad), (expected, of_plain) = step(*args), plain(*args)
+    chex.assert_trees_all_close(value, expected, rtol=1e-2)
+    assert grad.dtype == w.dtype
+    assert np.max(np.abs(grad - of_plain)) <= 2e-2 * np.max(np.abs(of_plain))
+
+
 def test_aux_keys_and_the_carry_are_put_together_over_all_devices():
     """Micro-batches of two rows; those of a device come one after the other."""
     x = jnp.arange(32, dtype=jnp.float32)

@@ -144,6 +144,10 @@ def cast_twice_read(w, x):
     return scanned(low, h) + scanned(low, h, lambda h, w: h @ w)
 
 
+def cast_and_read(w, x):
+    return in_bfloat16(w, x) + mean_square(w)
+
+
 def chosen(w, x):
     """A sharded parameter is used inside a branch."""
     h = jax.lax.cond(x[0, 0] > 0, lambda w: x @ w[0], lambda w: x @ w[1], w)
@@ -203,6 +207,13 @@ EXAMPLES = {  # a pass without one fails
     ),
     "casts": Example(
         in_bfloat16, cast_twice_read, "not read by one scan alone", eps=LOW, refs=True
+    ),
+    "narrowed": Example(
+        in_bfloat16,
+        cast_and_read,
+        "not cast to one dtype",
+        over_devices(param_specs=P(None, "data")),
+        eps=LOW,
     ),
     "gathered": Example(
         scanned,
