@@ -61,11 +61,10 @@ def _narrower(equation: core.JaxprEqn) -> np.dtype | None:
     """The dtype of a cast to fewer bits; None for any other equation."""
     if equation.primitive.name != CAST or equation.params["sharding"] is not None:
         return None
-    before, after = (x.aval.dtype for x in (equation.invars[0], equation.outvars[0]))
-    is_narrower = (
-        read.is_inexact(equation.outvars[0]) and after.itemsize < before.itemsize
-    )
-    return after if is_narrower else None
+    before: Any = equation.invars[0].aval
+    after: Any = equation.outvars[0].aval
+    is_narrower = after.dtype.itemsize < before.dtype.itemsize
+    return after.dtype if is_narrower and read.is_inexact(after) else None
 
 
 def _taking(jaxpr: core.Jaxpr, dtypes: dict[Any, Any]) -> core.Jaxpr:
