@@ -170,13 +170,18 @@ def test_acc_grads_are_the_mean_so_far_or_the_sum(mean):
     assert seen == [1, 2 if mean else 4, 0]
 
 
-def test_a_state_that_was_donated_can_be_printed():
-    tx = ga.MultiSteps(SGD, 2)
-    state = tx.init(PARAMS)
-    assert "skipped_windows" in repr(state)
-    jax.jit(tx.update, donate_argnums=1)(PARAMS, state, PARAMS)
-    assert state.counters.is_deleted()
-    assert "counters" in repr(state)
+@pytest.mark.quick
+def test_a_state_prints_in_a_few_lines_wherever_it_is():
+    tx, params = ga.MultiSteps(SGD, 2), jnp.ones((64, 64))
+    state = tx.init(params)
+    texts = [repr(state), repr(jax.eval_shape(tx.init, params))]
+    jax.eval_shape(lambda state: texts.append(repr(state)), state)
+    jax.tree.map(lambda x: x.delete(), state)
+    for text in (*texts, repr(state)):
+        assert "total=<1 array, 16,384 bytes>" in text
+        assert text.count("\n") <= 6
+    assert "micro_steps=0, " in texts[0]
+    assert "weight=<deleted>" in repr(state)
 
 
 def test_from_optax_keeps_what_the_skip_function_keeps():

@@ -1,4 +1,4 @@
-"""Every example runs, ends as it says, refuses bad numbers, and tells a wrong build."""
+"""Every example runs, and ends as it says."""
 
 import pathlib
 import re
@@ -99,17 +99,13 @@ RUNS = {
 FLAGS = "--xla_backend_optimization_level=0"
 
 
-def command(name, arguments, out):
-    return [FOLDER / f"{name}.py", *arguments.replace("OUT", str(out)).split()]
-
-
 @published
 @pytest.mark.parametrize("name", RUNS)
 def test_the_example_runs_and_ends_as_it_says(name, tmp_path):
     example = RUNS[name]
-    words = command(name, example.arguments, tmp_path)
+    words = example.arguments.replace("OUT", str(tmp_path)).split()
     place = {"cwd": tmp_path, "TMPDIR": str(tmp_path), "timeout": 400}
-    run = helpers.python(*words, **place, XLA_FLAGS=FLAGS)
+    run = helpers.python(FOLDER / f"{name}.py", *words, **place, XLA_FLAGS=FLAGS)
     printed = run.stdout
     assert run.returncode == 0, printed + run.stderr
     assert re.search(example.ends, printed.rstrip()), printed
@@ -124,14 +120,7 @@ def test_the_example_runs_and_ends_as_it_says(name, tmp_path):
 
 
 def test_every_example_is_run():
-    scripts = {str(path.relative_to(FOLDER))[:-3] for path in EXAMPLES}
+    paths = [x for x in FOLDER.rglob("*.py") if "__main__" in x.read_text("utf-8")]
+    scripts = {str(path.relative_to(FOLDER))[:-3] for path in paths}
     beside = {name for name in scripts if re.search("flax_programs/(linen|nnx)", name)}
     assert scripts - beside == {*RUNS}
-
-
-def scripts(folder):
-    paths = sorted((ROOT / folder).rglob("*.py"))
-    return [path for path in paths if "__main__" in path.read_text(encoding="utf-8")]
-
-
-EXAMPLES, SCRIPTS = scripts("examples"), scripts("examples") + scripts("benchmarks")
