@@ -1,14 +1,13 @@
 """What the compilers of GPUs and TPUs make of a micro-step: exact, without a device."""
 
 import functools
-import pathlib
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 import targets
-from helpers import python
+from helpers import ROOT, python
 
 import ga_optax as ga
 from ga_optax._passes import table
@@ -110,6 +109,5 @@ def test_products_add_what_they_compute(target, triton, dtype, before, monkeypat
 def test_the_cost_of_a_change_can_be_had_of_their_compilers(target):
     """The script says itself that there is no device."""
     command = "benchmarks/compare.py", "--target", target, "--quick"
-    root = pathlib.Path(__file__).parents[2]
-    done = python(*command, cwd=root, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="")
+    done = python(*command, cwd=ROOT, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="")
     assert (done.returncode, done.stdout) == (0, "2 losses.\n"), done.stderr

@@ -3,16 +3,14 @@
 import html.parser
 import importlib.util
 import json
-import pathlib
 import urllib.parse
 
 import pytest
-from helpers import python
+from helpers import ROOT, python
 
 import ga_optax
 from ga_optax import accumulator, blocks, config, data
 
-ROOT = pathlib.Path(__file__).parents[2]
 NEEDED = ("sphinx", "myst_nb", "furo", "sphinx_copybutton")
 
 pytestmark = [

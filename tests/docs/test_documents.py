@@ -2,15 +2,14 @@
 
 import itertools
 import json
-import pathlib
 import re
 
 import printed
 import pytest
+from helpers import ROOT
 
 import ga_optax
 
-ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 # What no test environment has, so a program of it is shown and not run.
 ELSEWHERE_FRAMEWORKS = re.compile(

@@ -1,18 +1,16 @@
 """Every example runs, and ends as it says."""
 
-import pathlib
 import re
 from typing import NamedTuple
 
-import helpers
 import pytest
+from helpers import ROOT, python
 
 for package in ("orbax.checkpoint", "tqdm"):
     pytest.importorskip(package)
 image = pytest.importorskip("matplotlib.image")
 pytest.importorskip("flax")
 
-ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / "examples"
 published = pytest.mark.published
 
@@ -105,7 +103,7 @@ def test_the_example_runs_and_ends_as_it_says(name, tmp_path):
     example = RUNS[name]
     words = example.arguments.replace("OUT", str(tmp_path)).split()
     place = {"cwd": tmp_path, "TMPDIR": str(tmp_path), "timeout": 400}
-    run = helpers.python(FOLDER / f"{name}.py", *words, **place, XLA_FLAGS=FLAGS)
+    run = python(FOLDER / f"{name}.py", *words, **place, XLA_FLAGS=FLAGS)
     printed = run.stdout
     assert run.returncode == 0, printed + run.stderr
     assert re.search(example.ends, printed.rstrip()), printed

@@ -1,24 +1,18 @@
 """The benchmarks run, what their files claim holds, the pictures are up to date."""
 
-import importlib
-import pathlib
 import re
-import sys
 
 import pytest
-from helpers import python
+from helpers import ROOT, of_benchmarks, python
 
 pytestmark = pytest.mark.published
 
 pytest.importorskip("matplotlib")
 
-ROOT = pathlib.Path(__file__).parents[2]
 COMMITTED = ROOT / "benchmarks" / "results"
 PICTURES = ROOT / "docs" / "pictures"
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
-pictures, record, suite = map(importlib.import_module, ["pictures", "record", "suite"])
-sys.path.remove(str(ROOT / "benchmarks"))
+pictures, record, suite = of_benchmarks("pictures", "record", "suite")
 
 
 def run(script, *arguments, **environment):

@@ -1,17 +1,10 @@
 """No kind of leaf takes more bytes than it does by hand: the models of a benchmark."""
 
-import pathlib
-import sys
-
 import jax
 import pytest
+from helpers import of_benchmarks
 
-BENCHMARKS = str(pathlib.Path(__file__).parents[2] / "benchmarks")
-sys.path.insert(0, BENCHMARKS)
-import leaves  # noqa: E402
-import peers  # noqa: E402
-
-sys.path.remove(BENCHMARKS)
+leaves, peers = of_benchmarks("leaves", "peers")
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 

@@ -9,12 +9,11 @@ import tarfile
 import zipfile
 from typing import NamedTuple
 
-import helpers
 import pytest
+from helpers import ROOT, python
 
 import ga_optax
 
-ROOT = pathlib.Path(__file__).parents[2]
 # A few of every kind: numbers, errors, other transformations, what a step compiles to.
 SELECTED = "accumulator", "audit", "refused", "multi_steps_composition"
 published = pytest.mark.published
@@ -29,7 +28,7 @@ class Installed(NamedTuple):
 
 def succeed(*args, cwd, site=""):
     """What Python says elsewhere, with `site` before whatever else is installed."""
-    run = helpers.python(*args, cwd=cwd, PYTHONPATH=str(site))
+    run = python(*args, cwd=cwd, PYTHONPATH=str(site))
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout
 
@@ -139,7 +138,7 @@ def type_check(program, site):
     pytest.importorskip("pyrefly", reason="types are checked with pyrefly")
     command = "-m", "pyrefly", "check", "--output-format", "min-text"
     places = "--python-interpreter-path", sys.executable, "--site-package-path", site
-    return helpers.python(*command, *places, program, cwd=site, PYTHONPATH="")
+    return python(*command, *places, program, cwd=site, PYTHONPATH="")
 
 
 @published

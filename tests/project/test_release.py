@@ -1,18 +1,16 @@
 """The address of the repository is in one place, and what is published is checked."""
 
 import email.message
-import pathlib
 import re
 import shutil
 
-import helpers
 import pytest
+from helpers import ROOT, load
 
 pytest.importorskip("hatchling")
 
-ROOT = pathlib.Path(__file__).parents[2]
-address = helpers.load(ROOT / "release" / "address.py")
-check = helpers.load(ROOT / "release" / "check.py")
+address = load(ROOT / "release" / "address.py")
+check = load(ROOT / "release" / "check.py")
 
 HERE = address.read()
 EMPTY = HERE._replace(address="")

@@ -1,15 +1,13 @@
 """`verify` against losses whose right answer is known, one small model each."""
 
-import pathlib
 import re
-import sys
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import leaves_of, mean_of, mesh_of, put
+from helpers import leaves_of, mean_of, mesh_of, of_benchmarks, put
 from helpers import normal as draw
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -17,11 +15,7 @@ from jax.sharding import PartitionSpec as P
 import ga_optax as ga
 from ga_optax import Cause, testing
 
-BENCHMARKS = str(pathlib.Path(__file__).parents[2] / "benchmarks")
-sys.path.insert(0, BENCHMARKS)
-import verify_rates  # noqa: E402
-
-sys.path.remove(BENCHMARKS)
+[verify_rates] = of_benchmarks("verify_rates")
 
 # The programs are small, and compile far longer than they run.
 pytestmark = pytest.mark.usefixtures("fast_compilation")
