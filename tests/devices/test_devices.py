@@ -46,19 +46,19 @@ def _layer(h, w):
     return jnp.tanh(h @ w), None
 
 
-def squares(params, batch):
+def model(params, batch):
     h = batch["x"] @ params["in"]
     h, _ = jax.lax.scan(jax.checkpoint(_layer), h, params["layers"])
-    return jnp.square(h + jnp.broadcast_to(params["bias"], h.shape))
+    return h + jnp.broadcast_to(params["bias"], h.shape)
 
 
 def mean_loss(params, batch):
-    return jnp.mean(squares(params, batch))
+    return jnp.mean(model(params, batch) ** 2)
 
 
 def token_loss(params, batch):
     """The mean over the tokens that are not padding."""
-    return jnp.sum(squares(params, batch) * batch["mask"]) / jnp.sum(batch["mask"])
+    return jnp.sum(model(params, batch) ** 2 * batch["mask"]) / jnp.sum(batch["mask"])
 
 
 def count(batch):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_devices as on
 from corpus import models
 from helpers import array, bits, mean_of, mesh_of, off, put, undivided
 from jax.experimental import checkify
@@ -14,52 +15,31 @@ import ga_optax as ga
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 FAST = pytest.mark.usefixtures("fast_compilation")
-ROWS, WIDTH, K = 32, 8, 2
-SPECS = {"layers": P(None, "data"), "head": P("data")}
-
-
-def arguments():
-    params = {"layers": array(3, WIDTH, WIDTH, scale=0.3), "head": array(WIDTH, 4)}
-    mask = jnp.float32(array(ROWS) > 0)
-    return params, {"x": array(ROWS, WIDTH), "y": array(ROWS, 4), "mask": mask}
-
-
-def model(p, x):
-    h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["layers"])
-    return h @ p["head"]
-
-
-def mean(p, b):
-    return jnp.mean((model(p, b["x"]) - b["y"]) ** 2)
-
-
-def masked(p, b):
-    each = jnp.mean((model(p, b["x"]) - b["y"]) ** 2, 1)
-    return jnp.sum(each * b["mask"]) / b["mask"].sum()
+ROWS, K = 32, 2
 
 
 def dropout(p, b):
-    h = model(p, b["x"])
+    h = on.model(p, b)
     return jnp.mean(h**2 * jax.random.bernoulli(jax.random.key(1), 0.5, h.shape))
 
 
 def by_place(p, b):
     """What each row is multiplied with comes from no leaf of the batch."""
-    weights = jnp.sin(3.0 * jnp.arange(ROWS) + 0.5)
-    return jnp.mean(model(p, b["x"]) ** 2 * weights[:, None])
+    weights = jnp.sin(3.0 * jnp.arange(on.ROWS) + 0.5)
+    return jnp.mean(on.model(p, b) ** 2 * weights[:, None])
 
 
 def reversed_rows(p, b):
-    weights = jnp.linspace(0.0, 1.0, ROWS)
-    return jnp.mean(model(p, b["x"])[::-1] ** 2 * weights[:, None])
+    weights = jnp.linspace(0.0, 1.0, on.ROWS)
+    return jnp.mean(on.model(p, b)[::-1] ** 2 * weights[:, None])
 
 
 def norm(p, b):
-    h = model(p, b["x"])
-    return jnp.mean(((h - h.mean(0)) / (h.std(0) + 0.1) - b["y"]) ** 2)
+    h = on.model(p, b)
+    return jnp.mean(((h - h.mean(0)) / (h.std(0) + 0.1) - b["x"]) ** 2)
 
 
-APART = (mean, masked, dropout, by_place)
+APART, SPECS = (on.mean_loss, on.token_loss, dropout, by_place), on.SHARDED
 AXES = {
     "last": "data",
     "none": None,
@@ -69,7 +49,10 @@ AXES = {
     "scattered at the end": ga.DataAxis("data", grad_specs=SPECS),
     "scattered": ga.DataAxis("data", sync="each", grad_specs=SPECS),
 }
-NEEDS_NO_MEETING = ("each", "each, sharded", "scattered")
+
+
+def arguments():
+    return on.make_params(), on.make_batch()
 
 
 def at_top_level(loss, name, kind):
@@ -116,7 +99,7 @@ def test_the_largest_number_is_that_of_all_devices():
     """In a level that others wait for, and in the last."""
 
     def loss(p, b):
-        h = jnp.tanh(b["x"] @ p["head"] / 9)
+        h = jnp.tanh(b["x"] @ p["in"] / 9)
         still = jax.lax.stop_gradient(h)  # else the rows that attain it are found
         loss = jnp.mean(h / (2 + still.max() + still.min()))
         ends = jax.lax.stop_gradient(jnp.sin(h / loss))
@@ -129,7 +112,7 @@ def test_the_largest_number_is_that_of_all_devices():
     assert off(step(*put(arguments(), mesh, (P(), P("data")))), want) < 1e-4
 
 
-@pytest.mark.parametrize("name", NEEDS_NO_MEETING)
+@pytest.mark.parametrize("name", ["each", "each, sharded", "scattered"])
 def test_where_they_meet_the_error_names_the_line(name):
     line = norm.__code__.co_firstlineno + 2
     with pytest.raises(ValueError, match=f"test_law_devices.py:{line}") as error:
@@ -145,12 +128,12 @@ def test_a_random_model_has_the_same_bits_on_any_number_of_devices(seed):
     with_aux, *args = models.draw(seed, 8 * k)
     loss = jax.checkpoint(lambda *args: with_aux(*args)[0])
 
-    def on(mesh):
+    def ran(mesh):
         axis = ga.DataAxis("data", mesh=mesh, logical_devices=8)
         step = mean_of(loss, k, data_axis=axis)
         return bits(jax.jit(step)(*put(args, mesh, [P(), P("data")])))
 
-    first, *others = (on(mesh_of(n)) for n in (8, 4, 2, 1))
+    first, *others = (ran(mesh_of(n)) for n in (8, 4, 2, 1))
     assert others == [first] * 3
 
 
