@@ -63,6 +63,10 @@ def at_top_level(loss, name, kind):
         return jax.jit(ga.value_and_grad(loss, K, data_axis=AXES[name]))(*args)
 
 
+# Sums over the rows in another order.
+BOUND = 4 * on.ROWS * np.finfo(np.float32).eps
+
+
 def distance(got, loss):
     return off(got, undivided(loss)(*arguments()))
 
@@ -73,7 +77,7 @@ def distance(got, loss):
 @pytest.mark.parametrize("loss", APART)
 @pytest.mark.parametrize("name", AXES)
 def test_where_rows_do_not_meet_every_option_is_there(name, loss, kind):
-    assert distance(at_top_level(loss, name, kind), loss) < 1e-5
+    assert distance(at_top_level(loss, name, kind), loss) < BOUND
 
 
 @FAST
@@ -84,14 +88,14 @@ def test_so_it_is_in_a_region_of_the_users(loss, check_vma):
     specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": check_vma}
     step = ga.value_and_grad(loss, K, data_axis="data")
     step = jax.jit(jax.shard_map(step, mesh=mesh_of(), **specs))
-    assert distance(step(*arguments()), loss) < 1e-5
+    assert distance(step(*arguments()), loss) < BOUND
 
 
 @FAST
 @pytest.mark.parametrize("loss", [norm, reversed_rows])
 @pytest.mark.parametrize("name", ["last", "sharded", "scattered at the end"])
 def test_where_they_meet_those_are_there_that_merge_at_the_end(name, loss):
-    assert distance(at_top_level(loss, name, AxisType.Auto), loss) < 1e-5
+    assert distance(at_top_level(loss, name, AxisType.Auto), loss) < BOUND
 
 
 @pytest.mark.quick

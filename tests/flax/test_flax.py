@@ -1,6 +1,5 @@
 """Train state, NNX optimizer and NNX gradients: as Flax's own, for windows."""
 
-
 import flax.linen as nn
 import flax.struct
 import flax.training.train_state
