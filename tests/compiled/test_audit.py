@@ -67,8 +67,6 @@ WRAPPED = computation(
 )
 OVER_FOUR = "replica_groups=[1,4]<=[4], to_apply=%add"
 SLICES = "dynamic_slice_sizes={2,4}"
-
-
 ZERO = "%zero = u32[] constant(0)"
 
 
@@ -185,8 +183,7 @@ ESCAPED = r', backend_config="{\"known_trip_count\":{\"n\":\"7\"}}"'
 @pytest.mark.parametrize("config", [trips(7), ESCAPED])
 def test_a_loop_says_how_often(config):
     found = only(WHILE + config, before=LOOP)
-    assert found.loops == (("w", 7),)
-    assert (found.times, found.total_bytes) == (7, 7 * 128)
+    assert (found.loops, found.total_bytes) == ((("w", 7),), 7 * 128)
 
 
 def test_a_loop_of_unknown_length_is_said_to_be_so():
@@ -233,13 +230,8 @@ def test_a_counter_says_how_often():
 
 
 def test_loops_in_loops_multiply():
-    outer = computation(
-        "outer_body",
-        "%u = f32[8,4]{1,0} parameter(0)",
-        "%t = (s32[], f32[8,4]{1,0}) tuple(%u)",
-        WHILE + trips(5),
-        takes="u: f32[8,4]",
-    )
+    lines = Q, "%t = (s32[], f32[8,4]{1,0}) tuple(%q)", WHILE + trips(5)
+    outer = computation("outer_body", *lines)
     never = computation("never", "ROOT %b = pred[] constant(false)", gives="pred[]")
     line = "%v = f32[8,4] while(%p), condition=%never, body=%outer_body" + trips(3)
     found = only(line, before=LOOP + outer + never)

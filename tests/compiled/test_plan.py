@@ -266,20 +266,16 @@ def test_arguments_keep_their_specs_over_the_devices_of_the_target(machine):
     assert one.argument == (16 * 16 + 64 * 16) * 4
 
 
+ERRORS = """
+planned("h100:8") -> V shardings over the 8 devices | AbstractMesh
+planned("h100", MESH) -> V one mesh of the 1 devices | {'data': 8}
+"""
+for _name in ("mac", "h100:2x", "h100:1x2x4", "v5e-4", "", 8):
+    ERRORS += f"planned({_name!r}) -> V target must be one of a100, | but it is\n"
+
+
 @pytest.mark.cpu
-@pytest.mark.parametrize(
-    ("target", "mesh", "said"),
-    [
-        ("h100:8", None, r"shardings over the 8 devices .*AbstractMesh"),
-        ("h100", MESH, r"one mesh of the 1 devices .*\{'data': 8\}"),
-        *(
-            (name, None, r"target must be one of a100, .* but it is")
-            for name in ("mac", "h100:2x", "h100:1x2x4", "v5e-4", "", 8)
-        ),
-    ],
-)
-def test_an_unknown_target_and_arguments_that_do_not_lie_on_it_raise(
-    machine, target, mesh, said
-):
-    with pytest.raises(ValueError, match=said):
-        planned(target, mesh)
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(("code", "error", "said"), helpers.refusals(ERRORS))
+def test_an_unknown_target_and_arguments_that_do_not_lie_on_it_raise(code, error, said):
+    helpers.says(lambda: eval(code), error, said)

@@ -100,13 +100,12 @@ def whole_batch(loss=mean_loss):
     return jax.value_and_grad(loss)(make_params(), make_batch())
 
 
-def window(mesh, k, specs=None, rows=ROWS, axes="data", **options):
-    """The audit of a window of `mean_loss`, and its result: that of one device."""
-    params, batch = make_params(), make_batch(rows)
-    fun = ga.value_and_grad(mean_loss, k, **options)
-    args = put(params, mesh, specs or P()), put(batch, mesh, P(axes))
-    audit, got = compiled_and_run(fun, mesh, *args)
-    assert_close(got, jax.value_and_grad(mean_loss)(params, batch))
+def window(mesh, k, specs=WHOLE, rows=ROWS, axes="data", loss=mean_loss, **options):
+    """The audit of a window, and its result: that of one device."""
+    args = make_params(), make_batch(rows)
+    fun = ga.value_and_grad(loss, k, **options)
+    audit, got = compiled_and_run(fun, mesh, *put(args, mesh, (specs, P(axes))))
+    assert_close(got, jax.value_and_grad(loss)(*args))
     return audit, got
 
 
@@ -141,14 +140,9 @@ def test_if_rows_meet_no_loop_communicates():
         z = z / jnp.linalg.norm(z, axis=1, keepdims=True)
         return jnp.mean(jax.nn.logsumexp(z @ z.T, 1) - jnp.diagonal(z @ z.T))
 
-    mesh = mesh_of(8)
-    args = put(make_params(), mesh, P()), put(make_batch(), mesh, P("data"))
-    fun = ga.value_and_grad(contrastive, 4, data_axis="data")
-    audit, got = compiled_and_run(fun, mesh, *args)
-    assert audit.collectives
+    audit, _ = window(mesh_of(8), 4, loss=contrastive, data_axis="data")
     assert not audit.in_loop
-    assert len(audit.collectives) <= 3  # there, back, and gradients
-    assert_close(got, jax.value_and_grad(contrastive)(*args))
+    assert 0 < len(audit.collectives) <= 3  # there, back, and gradients
 
 
 @pytest.mark.grid(2)

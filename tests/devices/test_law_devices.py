@@ -7,7 +7,6 @@ import pytest
 import test_devices as on
 from corpus import models
 from helpers import array, bits, mean_of, mesh_of, off, put, undivided
-from jax.experimental import checkify
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -391,7 +390,7 @@ def test_a_frozen_argument_stays_sharded_and_is_gathered_layer_by_layer(options)
 
 @pytest.mark.slow
 @FAST
-@pytest.mark.parametrize("way", ["vmap", "gradient", "checkify"])
+@pytest.mark.parametrize("way", ["vmap", "gradient"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_then_a_step_is_transformed_like_one_of_a_whole_argument(way, kind):
     mesh = mesh_of(kind=kind)
@@ -402,8 +401,6 @@ def test_then_a_step_is_transformed_like_one_of_a_whole_argument(way, kind):
         step = make(adapted, K, **options)
         if way == "vmap":
             return jax.vmap(step, (None, None, 0))
-        if way == "checkify":
-            return lambda *args: checkify.checkify(step)(*args)[1]
         return lambda p, x, base: jax.grad(
             lambda base: sum(map(jnp.vdot, *[jax.tree.leaves(step(p, x, base)[1])] * 2))
         )(base)
