@@ -1,5 +1,7 @@
 """The law with every option of `DataAxis`, wherever the batch lies."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -177,24 +179,19 @@ W, X = jnp.arange(1.0, 4.0), jnp.sin(jnp.arange(96.0)).reshape(32, 3)
 
 def at(how, fun):
     """A step of four micro-batches, or of four on a device, and its results."""
-    mesh, options = mesh_of(), {"has_aux": True}
+    mesh = mesh_of()
+    axes = {"axis": ga.DataAxis("data", mesh=mesh), "region": "data"}
+    step = ga.value_and_grad(fun, 4, has_aux=True, data_axis=axes.get(how))
     placed = put((W, X), mesh, (P(), P("data")))
-    step = ga.value_and_grad(fun, 4, **options)
-    if how == "argument":
-        return jax.jit(step)(*placed)
     if how == "shardings":  # nothing names the mesh before the program is compiled
         return jax.jit(step, in_shardings=tuple(x.sharding for x in placed))(W, X)
-    if how == "context":
-        with jax.set_mesh(mesh):
-            return jax.jit(step)(*placed)
-    if how == "axis":
-        axis = ga.DataAxis("data", mesh=mesh)
-        return jax.jit(ga.value_and_grad(fun, 4, data_axis=axis, **options))(*placed)
-    step = ga.value_and_grad(fun, 4, data_axis="data", **options)
-    of_aux = dict.fromkeys(fun(W, X)[1], P("data"))
-    of_aux |= {"twice": P()} if fun is by_row else {}  # it has no part of that
-    specs = {"in_specs": (P(), P("data")), "out_specs": ((P(), of_aux), P())}
-    return jax.jit(jax.shard_map(step, mesh=mesh, check_vma=False, **specs))(W, X)
+    if how == "region":
+        of_aux = dict.fromkeys(fun(W, X)[1], P("data"))
+        of_aux |= {"twice": P()} if fun is by_row else {}  # it has no part of that
+        specs = {"in_specs": (P(), P("data")), "out_specs": ((P(), of_aux), P())}
+        step = jax.shard_map(step, mesh=mesh, check_vma=False, **specs)
+    with jax.set_mesh(mesh) if how == "context" else contextlib.nullcontext():
+        return jax.jit(step)(*placed)
 
 
 def of_every_kind(w, x):

@@ -32,11 +32,9 @@ def check_provenance(result):
 
 
 # By compilers that the suite does without, and by trainers.
-COMPILED = {"accelerators.json", "any_loss_compiled.json", "head_compiled.json"}
-COMPILED |= {"scale.json"}
+COMPILED = ("accelerators", "any_loss_compiled", "head_compiled", "scale")
 
 
-# Twelve benchmarks, each in a process of its own, and the pictures.
 def test_the_suite_writes_its_files_draws_them_and_ends_with_one_table(tmp_path):
     results, drawn = tmp_path / "results", tmp_path / "pictures"
     folders = "--results", results, "--pictures", drawn
@@ -45,7 +43,7 @@ def test_the_suite_writes_its_files_draws_them_and_ends_with_one_table(tmp_path)
     for name in suite.COMMANDS:
         check_provenance(record.read(results / name))
     for name, (file, _) in pictures.PICTURES.items():
-        if file not in COMPILED:
+        if file.removesuffix(".json") not in COMPILED:
             text = (drawn / f"{name}.svg").read_text()
             assert pictures.digest(results / file) in text
     lines = list(suite.lines_of(results))
@@ -76,7 +74,6 @@ def test_the_committed_pictures_were_drawn_from_the_committed_files():
         assert len(text) < 150_000
 
 
-# It compiles fifteen programs.
 def test_the_gpu_benchmark_runs_from_end_to_end():
     said = run("gpu.py", "--tiny", JAX_DISABLE_MOST_OPTIMIZATIONS="1")
     for title in ("Peak", "Tokens a second", "A micro-step", "Kernels"):

@@ -115,7 +115,6 @@ print(ga_optax.__file__)
     assert said[-1] == str(site / "ga_optax" / "__init__.py")
 
 
-# It takes more than ten seconds: a hundred tests, in a process that starts JAX.
 @published
 def test_tests_pass_against_the_wheel_with_its_source_gone(installed):
     folder = pathlib.Path(installed.source) / "tests"
