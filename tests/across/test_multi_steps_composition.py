@@ -58,11 +58,12 @@ def test_extra_arguments_and_weights_arrive_and_the_state_is_found(name, jit):
 
 
 SGD = optax.sgd(1.0)
+TWO = ga.MultiSteps(SGD, 2)
 BY_LEAF = {"w": "one", "b": "other"}
 
 
 def test_partition_and_masked_leave_the_other_leaves_alone():
-    tx = optax.partition({"one": ga.MultiSteps(SGD, 2), "other": SGD}, BY_LEAF)
+    tx = optax.partition({"one": TWO, "other": SGD}, BY_LEAF)
     (first, _), (second, state) = updates_of(tx, GRADS, PARAMS)
     np.testing.assert_array_equal(first["w"], 0)
     np.testing.assert_array_equal(first["b"], -GRADS[0]["b"])
@@ -77,9 +78,7 @@ def test_partition_and_masked_leave_the_other_leaves_alone():
     updates, _ = one.update({**masked}, one.init(masked), masked)
     assert isinstance(updates["b"], optax.MaskedNode)
     # A weight reaches every accumulator, and of two none is guessed.
-    both = optax.partition(
-        {name: ga.MultiSteps(SGD, 2) for name in BY_LEAF.values()}, BY_LEAF
-    )
+    both = optax.partition({"one": TWO, "other": TWO}, BY_LEAF)
     params, state = train(both, GRADS, PARAMS, (3, 1))[-1]
     due = jax.tree.map(lambda p, a, b: p - (3 * a + b) / 4, PARAMS, *GRADS)
     assert bits(params) == bits(due)
@@ -128,30 +127,21 @@ def injected(rate, k=2):
 @pytest.mark.parametrize(
     ("tx", "where"),
     [
-        (optax.chain(ga.MultiSteps(SGD, 2), BY_HALVES), r"\[1\].count"),
+        (optax.chain(TWO, BY_HALVES), r"\[1\].count"),
         (optax.chain(optax.ema(0.9), optax.chain(injected(1.0))), r"\[0\].count"),
-        (
-            optax.named_chain(("a", ga.MultiSteps(SGD, 2)), ("b", ADAM)),
-            r"\['b'\]\[0\].co",
-        ),
+        (optax.named_chain(("a", TWO), ("b", ADAM)), r"\['b'\]\[0\].co"),
         (injected(HALVING), r"hyperparams_states\['rate'\].count"),
-        (optax.MultiSteps(ga.MultiSteps(SGD, 2), 2), ".mini_step"),
-        (optax.contrib.sam(ga.MultiSteps(SGD, 2), SGD), ".steps_since_sync"),
-        (optax.contrib.schedule_free(ga.MultiSteps(SGD, 2), 1.0), ".step_count"),
-        (
-            optax.conditionally_mask(ga.MultiSteps(SGD, 2), lambda step: step < 4),
-            r"\.step.",
-        ),
+        (optax.MultiSteps(TWO, 2), ".mini_step"),
+        (optax.contrib.sam(TWO, SGD), ".steps_since_sync"),
+        (optax.contrib.schedule_free(TWO, 1.0), ".step_count"),
+        (optax.conditionally_mask(TWO, lambda step: step < 4), r"\.step."),
         # What counts steps is not.
         (optax.chain(ga.MultiSteps(optax.chain(ADAM, BY_HALVES), 2), SGD), None),
         (optax.chain(ga.MultiSteps(SGD, 1), BY_HALVES), None),
         (injected(1.0), None),
         (injected(HALVING, k=1), None),
-        (
-            optax.partition({"one": ga.MultiSteps(ADAM, 2), "other": ADAM}, BY_LEAF),
-            None,
-        ),
-        (optax.GradientTransformation(*ga.MultiSteps(ADAM, 2)), None),
+        (optax.partition({"one": TWO, "other": ADAM}, BY_LEAF), None),
+        (optax.GradientTransformation(*TWO), None),
         (ADAM, None),
     ],
 )
