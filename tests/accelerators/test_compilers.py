@@ -23,7 +23,7 @@ def unrolled(layers, x):
 
 def added_in_products(window):
     """Matrix products of one H200 that add to what they write to."""
-    args = targets.shapes(([(512, 512)] * 4, (64, 512)))
+    args = targets.shapes([[(512, 512)] * 4, (64, 512)])
     # A device chooses for each product; here cuBLAS, whose products can add.
     options = {"xla_gpu_enable_triton_gemm": False}
     text = targets.compiled("h200", window, *args, **options).as_text()
