@@ -333,12 +333,6 @@ def test_the_optimizer_sees_the_mean_of_an_extra_argument(weights, mean, flushed
     assert abs(mean_rate - RATES[-1]) > 0.01 or weights == (1, 1, 1, 1)
 
 
-def test_the_norm_of_complex_gradients_has_both_parts():
-    tx, grads = ga.MultiSteps(SGD, 1, track_norm=True), jnp.array([3 + 4j, 0, 12j])
-    _, state = train(tx, [grads], jnp.zeros_like(grads))[-1]
-    assert float(ga.grad_norm(state)) == 13
-
-
 TREES = {
     "empty": {},
     "None": None,
@@ -370,17 +364,18 @@ def test_any_tree_of_parameters_works(name, k, options):
 def test_the_norm_of_a_window_is_that_of_what_the_optimizer_saw(k, clip):
     inner = optax.chain(optax.clip_by_global_norm(1e-3), SGD) if clip else SGD
     tx, rng = ga.MultiSteps(inner, k, track_norm=True), np.random.default_rng(0)
-    params = {"a": jnp.zeros((5, 3)), "b": jnp.zeros(4)}
+    params = {"a": jnp.zeros(15), "b": jnp.zeros(4, jnp.complex64)}
     assert float(ga.grad_norm(tx.init(params))) == 0
-    grads = [{n: rng.normal(size=p.shape) for n, p in params.items()} for _ in range(6)]
-    seen = train(tx, [jax.tree.map(jnp.float32, g) for g in grads], params)
-    flat = np.stack([np.concatenate([g["a"].ravel(), g["b"]]) for g in grads])
+    flat = rng.normal(size=(6, 19)) + 1j * rng.normal(size=(6, 19))
+    flat[:, :15] = flat[:, :15].real
+    grads = [{"a": x[:15].real, "b": x[15:]} for x in flat.astype(np.complex64)]
+    seen = train(tx, grads, params)
     norms = [float(ga.grad_norm(state)) for _, state in seen]
     for i, norm in enumerate(norms):
         if (i + 1) % k:
             assert norm == (norms[i - 1] if i else 0)
             continue
         due = np.linalg.norm(flat[i - k + 1 : i + 1].mean(0))
-        # A sum of 19 squares, each rounded, of means of k numbers, and a root.
-        assert abs(norm - due) <= (19 + k + 3) * np.finfo(np.float32).eps * due
+        # A sum of 23 squares, each rounded, of means of k numbers, and a root.
+        assert abs(norm - due) <= (23 + k + 3) * np.finfo(np.float32).eps * due
         assert abs(norm - np.linalg.norm(flat[i])) > 1e-3 or k == 1  # the twin

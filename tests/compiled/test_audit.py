@@ -188,10 +188,9 @@ def test_a_loop_says_how_often(config):
 
 def test_a_loop_of_unknown_length_is_said_to_be_so():
     audit = ga.audit(entry(PARAMETER, WHILE, before=LOOP))
-    assert audit.in_loop[0].loops == (("w", None),)
-    assert audit.total_bytes is None
-    assert "loop of ?" in str(audit)
-    assert "an unknown number of bytes" in str(audit)
+    assert (audit.in_loop[0].loops, audit.total_bytes) == ((("w", None),), None)
+    for words in ("loop of ?", "an unknown number of bytes"):
+        assert words in str(audit)
 
 
 # What the compilers of TPUs write: no trip count, copies between memories.
@@ -323,11 +322,11 @@ def test_an_argument_that_every_device_gathers_is_named():
     place = jax.sharding.NamedSharding(mesh, P(None, "data"))
     fun = lambda w, x, base: squares(w, x @ base["w"])  # noqa: E731
     step = ga.value_and_grad(fun, 4, data_axis=ga.DataAxis("data", mesh=mesh))
+    args = jnp.ones((128, 8)), jnp.ones((32, 128)), {"w": jnp.ones((128, 128))}
+    args = put(args, mesh, (P(), P("data"), P(None, "data")))
 
     def page(run):
-        base = {"w": jnp.ones((128, 128))}
-        args = put((jnp.ones((128, 8)), jnp.ones((32, 128))), mesh, (P(), P("data")))
-        compiled = jax.jit(run).lower(*args, put(base, mesh, P(None, "data"))).compile()
+        compiled = jax.jit(run).lower(*args).compile()
         return " ".join(str(ga.audit(compiled, mesh)).split())
 
     told = "Every device gathers all of base['w']: 8,192 bytes from each."

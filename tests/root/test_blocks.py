@@ -337,16 +337,14 @@ def test_norms_are_those_of_a_float64_oracle(make, by):
 
 def test_norms_take_the_widest_precision_complex_leaves_and_no_block():
     tree = {"a": jnp.array([3 + 4j], jnp.complex64), "b": jnp.ones(4, jnp.bfloat16)}
-    norms = blocks.norms(blocks.partition(tree, 1), tree)
-    np.testing.assert_array_equal(norms, np.array([5, 2], np.float32))
+    of = lambda tree: blocks.norms(blocks.partition(tree, 1), tree)  # noqa: E731
+    np.testing.assert_array_equal(of(tree), np.array([5, 2], np.float32))
     with jax.enable_x64(True):
-        tree = {"a": jnp.full(2, 1e100), "b": jnp.ones(4, jnp.float32)}
-        norms = blocks.norms(blocks.partition(tree, 1), tree)
+        norms = of({"a": jnp.full(2, 1e100), "b": jnp.ones(4, jnp.float32)})
         assert norms.dtype == jnp.float64
         assert np.isfinite(norms).all()
     nothing = blocks.partition({}, 1)
-    assert blocks.norms(nothing, {}).shape == (0,)
-    assert blocks.not_finite(nothing, {}).shape == (0,)
+    assert of({}).shape == blocks.not_finite(nothing, {}).shape == (0,)
 
 
 @BOTH
