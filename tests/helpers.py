@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import math
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from ga_optax._loop import fences, in_place
 from ga_optax._passes import read, table
 from ga_optax._passes.known import Reason
 
+ROOT = pathlib.Path(__file__).parents[1]
 # Each mode of the aux of `accumulate`, of numbers of micro-batches and their weights.
 MODES = {
     "mean": lambda x, weights: np.average(x, axis=0, weights=weights),
@@ -306,6 +308,12 @@ def load(path):
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def of_benchmarks(*names):
+    """Modules of the folder of benchmarks, where they find each other."""
+    with mock.patch.object(sys, "path", [str(ROOT / "benchmarks"), *sys.path]):
+        return list(map(importlib.import_module, names))
 
 
 def search(doc, outcome):

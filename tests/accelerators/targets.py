@@ -16,6 +16,8 @@ os.environ |= {
 }
 
 import jax
+import jax.numpy as jnp
+import optax
 from jax.sharding import AbstractMesh, AxisType, SingleDeviceSharding
 
 from ga_optax._compiled import machines, plan
@@ -60,6 +62,25 @@ def compiled(
     with flags(options), jax.sharding.use_abstract_mesh(one):
         lowered = jax.jit(fun, donate_argnums=donate_argnums).lower(*shapes)
     return lowered.compile(compiler_options=options)
+
+
+def shapes(tree: Any) -> Any:
+    """The types of arrays of float32, of a tree of their dimensions."""
+    of = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    return jax.tree.map(of, tree, is_leaf=lambda x: isinstance(x, tuple))
+
+
+def of_adam(target: str, gradient: Any, params: Any, x: Any, **options: Any) -> Any:
+    """A step of Adam for types of parameters and of a batch, compiled."""
+    tx = optax.adam(1e-3)
+
+    def step(params: Any, state: Any, x: Any) -> Any:
+        value, grads = gradient(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    args = params, jax.eval_shape(tx.init, params), x
+    return compiled(target, step, *args, donate_argnums=(0, 1), **options)
 
 
 def computations(program: jax.stages.Compiled) -> dict[str, list[str]]:

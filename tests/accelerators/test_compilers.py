@@ -1,14 +1,13 @@
 """What the compilers of GPUs and TPUs make of a micro-step: exact, without a device."""
 
 import functools
-import pathlib
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 import targets
-from helpers import python
+from helpers import ROOT, python
 
 import ga_optax as ga
 from ga_optax._passes import table
@@ -24,11 +23,10 @@ def unrolled(layers, x):
 
 def added_in_products(window):
     """Matrix products of one H200 that add to what they write to."""
-    layers = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 4
-    x = jax.ShapeDtypeStruct((64, 512), jnp.float32)
+    args = targets.shapes([[(512, 512)] * 4, (64, 512)])
     # A device chooses for each product; here cuBLAS, whose products can add.
     options = {"xla_gpu_enable_triton_gemm": False}
-    text = targets.compiled("h200", window, layers, x, **options).as_text()
+    text = targets.compiled("h200", window, *args, **options).as_text()
     gemms = [line for line in text.splitlines() if "__cublas" in line]
     assert gemms
     return sum('"beta":1' in line for line in gemms)
@@ -68,15 +66,10 @@ def only(what, target, dtype, **options):
     """Kernels that add a part of a gradient, or write one, and sum up nothing."""
     layers = {"gate": (3, 512, 2048), "up": (3, 512, 2048), "down": (3, 2048, 512)}
     layers["norm"] = (3, 512)
-    shapes = {"table": (4096, 512), "head": (512, 4096), "layers": layers}
-    params = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
-        shapes,
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
+    params = {"table": (4096, 512), "head": (512, 4096), "layers": layers}
     x = jax.ShapeDtypeStruct((24, 160), jnp.int32)
     step = ga.value_and_grad(functools.partial(model, dtype), 4)
-    program = targets.compiled(target, step, params, x, **options)
+    program = targets.compiled(target, step, targets.shapes(params), x, **options)
     kind = r" = f32\[(1,|3,)?((512|2048|4096),)?(512|2048|4096)\]\S* "
     found = re.compile(kind + {"add": "add", "write": "dynamic-update-slice"}[what])
     sums = re.compile(r" (dot|convolution|scatter|reduce)\(|__cublas|calls=.*scatter")
@@ -110,6 +103,5 @@ def test_products_add_what_they_compute(target, triton, dtype, before, monkeypat
 def test_the_cost_of_a_change_can_be_had_of_their_compilers(target):
     """The script says itself that there is no device."""
     command = "benchmarks/compare.py", "--target", target, "--quick"
-    root = pathlib.Path(__file__).parents[2]
-    done = python(*command, cwd=root, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="")
+    done = python(*command, cwd=ROOT, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="")
     assert (done.returncode, done.stdout) == (0, "2 losses.\n"), done.stderr

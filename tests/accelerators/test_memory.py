@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 import targets
 from corpus.scans import BATCH, K, decoder, nothing
@@ -27,22 +26,14 @@ def loss(params, x):
 
 
 def shapes(layers):
-    sizes = {"up": (layers, WIDTH, 4 * WIDTH), "down": (layers, 4 * WIDTH, WIDTH)}
-    return {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in sizes.items()}
+    up, down = (layers, WIDTH, 4 * WIDTH), (layers, 4 * WIDTH, WIDTH)
+    return targets.shapes({"up": up, "down": down})
 
 
 def step_of(layers):
     """A step of the undivided batch, compiled."""
-    params, optimizer = shapes(layers), optax.adam(1e-3)
-
-    def step(params, state, x):
-        value, grads = jax.value_and_grad(loss)(params, x)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
-    args = params, jax.eval_shape(optimizer.init, params), x
-    return targets.compiled("v5e", step, *args, donate_argnums=(0, 1))
+    args = shapes(layers), targets.shapes((ROWS, WIDTH))
+    return targets.of_adam("v5e", jax.value_and_grad(loss), *args)
 
 
 def test_libtpu_checks_what_plan_counts_and_not_the_sum_of_the_parts():
@@ -70,33 +61,28 @@ def dropped(params, x, key):
 @pytest.mark.parametrize("target", ["h200", "v6e"])
 def test_what_is_drawn_takes_the_memory_of_a_micro_batch(target):
     key = jax.eval_shape(lambda: jax.random.key(0, impl="rbg"))
-    params = shapes(1)
 
     def needs(k, rows):
-        x = jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)
+        args = shapes(1), targets.shapes((rows, WIDTH)), key
         step = ga.value_and_grad(dropped, k) if k > 1 else jax.value_and_grad(dropped)
-        return targets.temporaries(targets.compiled(target, step, params, x, key))
+        return targets.temporaries(targets.compiled(target, step, *args))
 
     grads = 4 * 2 * 4 * WIDTH**2  # of a micro-batch, and their sum
     assert needs(8, 8 * ROWS) <= needs(1, ROWS) + 2 * grads < needs(1, 8 * ROWS) / 2
 
 
-def temporaries(gradient, layers=6):
-    loss, args = decoder(layers, nothing, width=256, length=128)
-    return targets.temporaries(targets.compiled("h200", gradient(loss), *args))
-
-
-def of_the_whole_batch(loss):
-    return ga.value_and_grad(loss, K)
-
-
 def test_it_takes_the_temporaries_of_plain_micro_batches_and_one_layers_rows(
     monkeypatch,
 ):
-    plain = temporaries(lambda loss: mean_of(loss, K))
+    loss, args = decoder(6, nothing, width=256, length=128)
+
+    def temporaries(gradient, *k):
+        return targets.temporaries(targets.compiled("h200", gradient(loss, *k), *args))
+
+    plain = temporaries(mean_of, K)
     # What the last layer hands to the head is kept of all rows.
     bound = 1.05 * plain + 4 * BATCH * 128 * 256
-    assert temporaries(of_the_whole_batch) < bound
+    assert temporaries(ga.value_and_grad, K) < bound
     assert temporaries(jax.value_and_grad) > 3 * plain
     # The twin: iterations stand one after the other.
     find = split_scans.SplitScan._find_parts
@@ -106,4 +92,4 @@ def test_it_takes_the_temporaries_of_plain_micro_batches_and_one_layers_rows(
         self.unrolled.update(self.part.values())
 
     monkeypatch.setattr(split_scans.SplitScan, "_find_parts", in_the_open)
-    assert temporaries(of_the_whole_batch) > bound
+    assert temporaries(ga.value_and_grad, K) > bound

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 import targets
 
@@ -11,7 +10,6 @@ from ga_optax._loop import fences
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
-OPTIMIZER = optax.adam(1e-3)
 K, ROWS, LENGTH, VOCABULARY, WIDTH, INNER = 8, 4, 256, 2048, 1024, 4096
 OUTSIDE = 2 * 4 * VOCABULARY * WIDTH
 MATRIX = 4 * WIDTH * INNER
@@ -35,33 +33,12 @@ def loss(params, tokens):
 
 def temporaries(gradient, target, layers, k, options):
     """Those of a step of Adam with k micro-batches."""
-    up, down = (layers, WIDTH, INNER), (layers, INNER, WIDTH)
-    shapes = {
-        "embedding": (VOCABULARY, WIDTH),
-        "head": (WIDTH, VOCABULARY),
-        "layers": {"up": up, "down": down},
-    }
-    params = jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s, jnp.float32),
-        shapes,
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
-
-    def step(params, state, tokens):
-        value, grads = gradient(params, tokens)
-        updates, state = OPTIMIZER.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
+    of_layers = {"up": (layers, WIDTH, INNER), "down": (layers, INNER, WIDTH)}
+    ends = {"embedding": (VOCABULARY, WIDTH), "head": (WIDTH, VOCABULARY)}
+    params = targets.shapes(ends | {"layers": of_layers})
     tokens = jax.ShapeDtypeStruct((k * ROWS, LENGTH + 1), jnp.int32)
-    args = params, jax.eval_shape(OPTIMIZER.init, params), tokens
-    program = targets.compiled(target, step, *args, donate_argnums=(0, 1), **options)
+    program = targets.of_adam(target, gradient, params, tokens, **options)
     return targets.temporaries(program)
-
-
-def both(target, layers, options):
-    """Those of one micro-batch, and of a window."""
-    alone = temporaries(jax.value_and_grad(loss), target, layers, 1, options)
-    return alone, temporaries(ga.value_and_grad(loss, K), target, layers, K, options)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +58,8 @@ def both(target, layers, options):
 def test_a_window_takes_one_micro_batch_and_the_sums_outside_of_its_scan(
     target, layers, options, held
 ):
-    alone, window = both(target, layers, options)
+    alone = temporaries(jax.value_and_grad(loss), target, layers, 1, options)
+    window = temporaries(ga.value_and_grad(loss, K), target, layers, K, options)
     assert window <= 1.05 * alone + held
 
 

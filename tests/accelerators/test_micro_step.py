@@ -1,21 +1,15 @@
 """A micro-step at its limit: what it reads and writes on GPUs and TPUs, to the byte."""
 
-import importlib
-import pathlib
-import sys
-
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 import targets
+from helpers import of_benchmarks
 
 import ga_optax as ga
 
-ROOT = pathlib.Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-hlo = importlib.import_module("hlo")
-sys.path.remove(str(ROOT / "benchmarks"))
+[hlo] = of_benchmarks("hlo")
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 

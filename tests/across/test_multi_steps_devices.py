@@ -130,32 +130,14 @@ def test_a_run_equals_the_whole_batches_on_one_device(way):
             assert_close(run(tx, weighted=False)[0], alone(FIRST, SECOND))
 
 
-def collectives(tx, step):
-    compiled = step.lower(PARAMS, init(tx), part(0)).compile()
-    return ga.audit(compiled, MESH).collectives
-
-
 @pytest.mark.quick
-def test_a_micro_step_inside_the_window_does_not_communicate():
+@pytest.mark.parametrize("emit", [True, False, None])
+def test_the_step_reduces_the_gradient_once_and_no_other_communicates(emit):
     tx = across()
-    assert collectives(tx, make_step(tx, emit=False)) == ()
-    # The twin: the same loop without a data_axis reduces each gradient.
-    plain = ga.MultiSteps(ADAM, K)
-
-    def step(params, state, batch):
-        grads = jax.grad(loss)(params, batch)
-        return ga.apply_gradients(plain, grads, state, params, emit=False)
-
-    assert len(collectives(plain, jax.jit(mapped(step, plain, P("data"))))) == 1
-
-
-@pytest.mark.parametrize("emit", [True, None])
-def test_the_step_reduces_the_gradient_once(emit):
-    tx = across()
-    [reduction] = collectives(tx, make_step(tx, emit=emit))
-    assert reduction.kind == "all-reduce"
-    assert reduction.num_bytes == GRADIENT + 4  # and Σ w
-    assert reduction.conditional == (emit is None)
+    compiled = make_step(tx, emit=emit).lower(PARAMS, init(tx), part(0)).compile()
+    due = [] if emit is False else [("all-reduce", GRADIENT + 4, emit is None)]  # Σ w
+    found = ga.audit(compiled, MESH).collectives
+    assert [(c.kind, c.num_bytes, c.conditional) for c in found] == due
 
 
 @pytest.mark.grid(1)

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from helpers import DROPS, SKIPS, bits, leaves_of, updates_of
+from helpers import DROPS, SKIPS, bits, normal, updates_of
 
 import ga_optax as ga
 from ga_optax._loop.in_place import HAS_REFS
@@ -127,13 +127,10 @@ OPTIMIZERS = {
 
 
 @pytest.mark.grid(1, 9)
-@pytest.mark.parametrize("emit", [None, True, False])
-@pytest.mark.parametrize("k", [1, 7])
+@pytest.mark.parametrize(("k", "emit"), [(1, None), (7, None), (7, True), (7, False)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_micro_step_needs_no_temporaries(name, k, emit):
-    if k > 1 or emit is not False:  # a window of one micro-step is never left open
-        tx = ga.MultiSteps(OPTIMIZERS[name], k)
-        assert trees(compiled(tx, emit=emit)) <= 0.01
+    assert trees(compiled(ga.MultiSteps(OPTIMIZERS[name], k), emit=emit)) <= 0.01
 
 
 @pytest.mark.grid(4)
@@ -173,14 +170,6 @@ def test_inside_the_window_nothing_but_the_accumulator_is_written():
     assert " divide(" not in text
 
 
-def draw(n, like=PARAMS):
-    rng = np.random.default_rng(0)
-    return [
-        jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), like)
-        for _ in range(n)
-    ]
-
-
 def run(tx, weights, grads):
     """Updates and states of micro-steps by a jitted `update`."""
     seen = updates_of(tx, grads, PARAMS, weights)
@@ -193,7 +182,8 @@ def run(tx, weights, grads):
 def test_accelerators_add_in_a_branch_with_the_bits_of_a_cpu(
     options, weights, monkeypatch
 ):
-    tx, grads = ga.MultiSteps(ADAM, 3, **options), draw(6)
+    tx = ga.MultiSteps(ADAM, 3, **options)
+    grads = [{n: normal(*p.shape, seed=i) for n, p in PARAMS.items()} for i in range(6)]
     grads[4] = jax.tree.map(lambda g: jnp.nan * g, grads[4])  # that may be skipped
     expected, of_cpus = run(tx, weights, grads), jax.lax.platform_dependent
 
@@ -208,21 +198,3 @@ def test_accelerators_add_in_a_branch_with_the_bits_of_a_cpu(
 
     monkeypatch.setattr(jax.lax, "platform_dependent", zeros)  # the twin
     assert bits(expected[2][0]) != bits(run(tx, weights, grads)[2][0])
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_apply_gradients_is_update_and_apply_updates(dtype):
-    tx, params = ga.MultiSteps(optax.adamw(1e-2), 2), optax.tree.cast(PARAMS, dtype)
-    apply, update = (jax.jit(functools.partial(way, tx)) for way in (applied, updated))
-    ours = theirs = (params, tx.init(params))
-    for grads in draw(4, params):
-        ours, theirs = apply(*ours, grads), update(*theirs, grads)
-    # Bit for bit, but for the contraction of p + (-rate · u) in either program, and
-    # for what is left in the accumulator.
-    (p, a), (q, b) = ours, theirs
-    assert bits(a._replace(total=a.acc_grads)) == bits(b._replace(total=b.acc_grads))
-    for x, y in leaves_of(p, q):
-        assert x.dtype == y.dtype
-        eps = float(jnp.finfo(x.dtype).eps)
-        x, y = (np.asarray(z, float) for z in (x, y))
-        np.testing.assert_allclose(x, y, rtol=2 * eps)

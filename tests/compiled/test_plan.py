@@ -17,6 +17,7 @@ from ga_optax._compiled import plan, sizes
 from ga_optax._loop import in_place
 
 CANDIDATES = (1, 2, 4, 8, 16, 32, 64)
+NAME = jax.default_backend()
 
 
 def test_it_predicts_the_program_that_it_names_and_nothing_runs():
@@ -78,13 +79,14 @@ def test_a_plan_is_a_table():
 
 
 @pytest.mark.parametrize("limit", range(170, 6600, 422))
-def test_the_search_finds_the_fewest_that_fit(limit):
-    seen = []
-    found = plan_of(limit, seen=seen)
-    fits = [k for k in CANDIDATES if FALLING[k] + 70 <= limit]
-    assert found.num_microbatches == fits[0]
-    assert len(seen) == len(set(seen)) <= 4
-    assert sorted([*seen, *found.untried]) == list(CANDIDATES)
+@pytest.mark.parametrize("size", [64, 72])
+def test_the_search_finds_the_fewest_that_fit(limit, size):
+    """Of all divisors of the batch size."""
+    seen, sizes = [], {k: 6400 // k for k in range(1, size + 1) if size % k == 0}
+    found = plan_of(limit, sizes, seen, batch_size=size, candidates=None)
+    assert found.num_microbatches == min(k for k in sizes if sizes[k] + 70 <= limit)
+    assert len(seen) == len(set(seen)) <= 5  # 1 + ceil(log2(12))
+    assert sorted([*seen, *found.untried]) == [*sizes]
     assert "Memory rises" not in str(found)
 
 
@@ -122,36 +124,22 @@ def test_what_is_odd_about_a_need_is_said(limit, changes, answer, said, capsys):
     assert out == ""
 
 
-def test_all_divisors_are_candidates_by_default():
-    seen = []
-    sizes = {k: 7200 // k for k in range(1, 73)}
-    found = plan_of(1000, sizes, seen, batch_size=72, candidates=None)
-    assert sorted([*seen, *found.untried]) == [1, 2, 3, 4, 6, 8, 9, 12, 18, 24, 36, 72]
-    assert found.num_microbatches == 8
-    assert len(seen) <= 5  # 1 + ceil(log2(12))
+def test_a_limit_is_bytes_or_a_string_with_a_unit():
+    given = [np.int64(7), 0.9 * 1000, "1.5MiB", "16GB", ".5KiB", "1024"]
+    due = [7, 900, 3 * 2**19, 16 * 10**9, 512, 1024]
+    assert list(map(sizes.parse_bytes, given)) == due
 
 
-def test_where_every_candidate_fails_the_first_failure_is_the_cause():
+def test_what_no_candidate_can_do_is_an_error_with_its_cause():
     error = KeyError("image")
     with pytest.raises(ValueError, match=r"all 7 .* with KeyError: 'image'") as info:
         plan_of(100, dict.fromkeys(CANDIDATES, error))
     assert info.value.__cause__ is error
-
-
-@pytest.mark.parametrize(
-    ("given", "size"),
-    [
-        (np.int64(7), 7),
-        (0.9 * 1000, 900),
-        ("16GiB", 16 * 2**30),
-        ("16GB", 16 * 10**9),
-        ("1.5MiB", 3 * 2**19),
-        (".5KiB", 512),
-        ("1024", 1024),
-    ],
-)
-def test_a_limit_is_bytes_or_a_string_with_a_unit(given, size):
-    assert sizes.parse_bytes(given) == size
+    no_room = RuntimeError("RESOURCE_EXHAUSTED: 48.03G exceeds available HBM (15.75G)")
+    with pytest.raises(ga.NothingFitsError, match=r"(?s)compiler says .*Nothing fits"):
+        plan_of(100, dict.fromkeys(CANDIDATES, no_room))
+    with pytest.raises(ValueError, match=rf"must report the memory .*'{NAME}' reports"):
+        ga.plan(lambda k: step_of(None), batch_size=1, memory_limit=1)
 
 
 def test_the_limit_is_that_of_the_smallest_device(monkeypatch):
@@ -168,54 +156,31 @@ def test_the_total_is_taken_where_it_is_reported():
     """On TPUs the parts are more than what libtpu reserves."""
     memory = memory_of(900)
     assert plan.temporaries(memory) == 900
-    memory.total_allocation_bytes = 800
-    assert plan.temporaries(memory) == 800 - 60 - 10
-    memory.total_allocation_bytes = 0  # of a GPU's program that comes from a cache
-    assert plan.temporaries(memory) == 900
+    # It is 0 of a GPU's program that comes from a cache.
+    for total, due in ((800, 800 - 60 - 10), (0, 900)):
+        memory.total_allocation_bytes = total
+        assert plan.temporaries(memory) == due
 
 
-def test_a_backend_that_reports_no_memory_raises():
-    name = jax.default_backend()
-    with pytest.raises(ValueError, match=rf"must report the memory .*'{name}' reports"):
-        ga.plan(lambda k: step_of(None), batch_size=1, memory_limit=1)
-
-
-def notes_of(num_microbatches, **options):
-    """The notes of a model that scans over its layers, and its page has each once."""
-
+def test_the_page_names_the_leaves_that_are_added_in_place_and_why_others_are_not():
     def layer(x, w):
         return jnp.tanh(x @ w), None
 
     def loss(params, x):
         return jnp.mean(jax.lax.scan(layer, x, params["layers"])[0] @ params["head"])
 
-    params = {"layers": jnp.ones((3, 4, 4)), "head": jnp.ones((4, 2))}
-    plan = ga.plan(
-        lambda k: jax.jit(ga.value_and_grad(loss, k, **options)),
-        *(params, jnp.ones((8, 4))),
-        batch_size=8,
-        candidates=[num_microbatches],
-        memory_limit="1GiB",
-    )
-    [candidate] = plan.candidates
-    page = " ".join(str(plan).split())
-    assert all(page.count(note) == 1 for note in candidate.notes)
-    return sorted(candidate.notes)
-
-
-LEAVES = "leaf ['head'], leaf ['layers']"
-
-
-def test_the_page_names_the_leaves_that_are_added_in_place_and_why_others_are_not():
-    found = notes_of(2)
+    args = {"layers": jnp.ones((3, 4, 4)), "head": jnp.ones((4, 2))}, jnp.ones((8, 4))
+    options = {"batch_size": 8, "candidates": [2], "memory_limit": "1GiB"}
+    plan = ga.plan(lambda k: jax.jit(ga.value_and_grad(loss, k)), *args, **options)
+    why = "no scan runs over the parameter itself: XLA reuses the buffer"
+    due = ["added in place: leaf ['layers']"]
+    due += [f"not added in place ({why}): leaf ['head']"]
     if not in_place.HAS_REFS:
         why = f"jax {jax.__version__} is older than 0.11.1"
-        assert found == [f"Gradients not added in place ({why}): {LEAVES}."]
-        return
-    layers, head = found
-    assert layers == "Gradients added in place: leaf ['layers']."
-    why = "no scan runs over the parameter itself: XLA reuses the buffer"
-    assert head == f"Gradients not added in place ({why}): leaf ['head']."
+        due = [f"not added in place ({why}): leaf ['head'], leaf ['layers']"]
+    page = " ".join(str(plan).split())
+    assert sorted(plan.candidates[0].notes) == [f"Gradients {x}." for x in due]
+    assert [page.count(note) for note in plan.candidates[0].notes] == [1] * len(due)
 
 
 # Their compilers are not among the packages of these tests, so the devices of this
@@ -301,32 +266,16 @@ def test_arguments_keep_their_specs_over_the_devices_of_the_target(machine):
     assert one.argument == (16 * 16 + 64 * 16) * 4
 
 
-UNKNOWN = r"target must be one of a100, .* but it is"
+ERRORS = """
+planned("h100:8") -> V shardings over the 8 devices | AbstractMesh
+planned("h100", MESH) -> V one mesh of the 1 devices | {'data': 8}
+"""
+for _name in ("mac", "h100:2x", "h100:1x2x4", "v5e-4", "", 8):
+    ERRORS += f"planned({_name!r}) -> V target must be one of a100, | but it is\n"
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize(
-    ("target", "mesh", "said"),
-    [
-        ("h100:8", None, r"shardings over the 8 devices .*AbstractMesh"),
-        ("h100", MESH, r"one mesh of the 1 devices .*\{'data': 8\}"),
-        *(
-            (name, None, UNKNOWN)
-            for name in ("mac", "h100:2x", "h100:1x2x4", "v5e-4", "", 8)
-        ),
-    ],
-)
-def test_an_unknown_target_and_arguments_that_do_not_lie_on_it_raise(
-    machine, target, mesh, said
-):
-    with pytest.raises(ValueError, match=said):
-        planned(target, mesh)
-
-
-def test_a_compiler_that_refuses_every_candidate_says_that_nothing_fits():
-    def lower(*args):
-        raise RuntimeError("RESOURCE_EXHAUSTED: 48.03G exceeds available HBM (15.75G)")
-
-    step = types.SimpleNamespace(lower=lower)
-    with pytest.raises(ga.NothingFitsError, match=r"(?s)compiler says .*Nothing fits"):
-        ga.plan(lambda k: step, batch_size=8, memory_limit=1)
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(("code", "error", "said"), helpers.refusals(ERRORS))
+def test_an_unknown_target_and_arguments_that_do_not_lie_on_it_raise(code, error, said):
+    helpers.says(lambda: eval(code), error, said)

@@ -1,5 +1,7 @@
 """Gradients that come back sharded, or reduced; parameters that are gathered."""
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,17 +11,16 @@ from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
 
-K, DEVICES = 4, 8
+K = 4
 SPECS = on.SHARDED | {"bias": P("data")}
 MESH = mesh_of(8)
 
 
 def moved(audit):
     """The bytes that each kind of collective sends: in loops, and outside of them."""
-    sent = {}
+    sent = collections.Counter()
     for c in audit.collectives:
-        place = c.kind, bool(c.loops)
-        sent[place] = sent.get(place, 0) + c.total_bytes
+        sent[c.kind, bool(c.loops)] += c.total_bytes
     return sent
 
 
@@ -58,25 +59,17 @@ def test_a_weight_of_0_keeps_a_nan_on_its_device(optimize):
 
 
 def test_inside_a_shard_map_it_is_the_same():
-    params, batch = on.make_params(), on.make_batch()
     axis = ga.DataAxis("data", grad_specs=SPECS, sync="each")
     fun = ga.value_and_grad(on.mean_loss, K, data_axis=axis)
-    mapped = jax.shard_map(
-        fun, mesh=MESH, in_specs=(P(), P("data")), out_specs=(P(), SPECS)
-    )
-    audit, got = on.compiled_and_run(mapped, MESH, params, batch)
+    audit, got = on.mapped_and_run(fun, MESH, on.ROWS_APART, (P(), SPECS))
     assert moved(audit)["reduce-scatter", True] == K * on.GRADIENT_BYTES
-    on.assert_close(got, jax.value_and_grad(on.mean_loss)(params, batch))
+    on.assert_close(got, on.whole_batch())
 
 
 def test_specs_split_the_largest_dimension_that_can_be():
     axis = ga.DataAxis("data", mesh=MESH)
     assert axis.specs(on.make_params()) == SPECS
-    shapes = {
-        (): P(),
-        (12, 3): P(),
-        (16, 99, 8): P("data"),
-        (8, 16, 16): P(None, "data"),
-    }
+    shapes = {(): P(), (12, 3): P()}
+    shapes |= {(16, 99, 8): P("data"), (8, 16, 16): P(None, "data")}
     trees = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     assert axis.specs(trees) == list(shapes.values())

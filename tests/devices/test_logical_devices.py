@@ -45,16 +45,6 @@ def tree_sum(terms):
     return terms[0]
 
 
-def linear(params, x):
-    return jnp.mean(x @ params)
-
-
-def gradient_on(mesh, loss, *args, names="data", spec=WHOLE, **options):
-    data_axis = logical(mesh, names, **options)
-    fun = mean_of(loss, 1, data_axis=data_axis)
-    return ran(fun, mesh, *args, spec=spec, axes=names)
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("size", [5, 20_001, 2**15], ids=["small", "odd", "large"])
 def test_sums_are_added_in_a_tree_whose_leaves_are_the_logical_devices(size, dtype):
@@ -62,7 +52,8 @@ def test_sums_are_added_in_a_tree_whose_leaves_are_the_logical_devices(size, dty
     expected = np.float32(tree_sum(list(batch.astype(dtype)))) / L
     for n in (1, 4):
         mesh = mesh_of(n)
-        fun = mean_of(linear, 1, data_axis=logical(mesh), accumulator_dtype=dtype)
+        options = {"data_axis": logical(mesh), "accumulator_dtype": dtype}
+        fun = mean_of(lambda params, x: jnp.mean(x @ params), 1, **options)
         _, got = ran(fun, mesh, params, batch)
         np.testing.assert_array_equal(got, expected)
     one_by_one = np.float32(np.add.accumulate(batch.astype(dtype))[-1]) / L
@@ -82,20 +73,19 @@ def test_no_two_logical_devices_have_the_same_key():
     assert len({*np.ravel(found).tolist()}) == L
 
 
-SPECS = [P(), P("a"), P(None, "b"), P(("b", "a")), P("b", "a")]
-
-
 @pytest.mark.grid(2)
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize(
+    "spec", [P(), P("a"), P(None, "b"), P(("b", "a")), P("b", "a")], ids=str
+)
 def test_two_axes_and_sharded_parameters_have_those_bits_too(spec):
     params, batch = np.zeros((8, 8), np.float32), normal(L, 8, 8, seed=5)
-    mesh, options = mesh_of(2, 2, names=("a", "b")), {"names": ("a", "b")}
+    axes, mesh = ("a", "b"), mesh_of(2, 2, names=("a", "b"))
 
     def loss(params, x):
         return jnp.mean(jnp.sum(x * params[None], (1, 2)))
 
-    options |= {"spec": spec, "param_specs": spec}
-    _, got = gradient_on(mesh, loss, params, batch, **options)
+    fun = mean_of(loss, 1, data_axis=logical(mesh, axes, param_specs=spec))
+    _, got = ran(fun, mesh, params, batch, spec=spec, axes=axes)
     assert got.sharding.spec == spec
     np.testing.assert_array_equal(got, tree_sum(list(batch)) / np.float32(L))
 

@@ -3,16 +3,14 @@
 import html.parser
 import importlib.util
 import json
-import pathlib
 import urllib.parse
 
 import pytest
-from helpers import python
+from helpers import ROOT, python
 
 import ga_optax
 from ga_optax import accumulator, blocks, config, data
 
-ROOT = pathlib.Path(__file__).parents[2]
 NEEDED = ("sphinx", "myst_nb", "furo", "sphinx_copybutton")
 
 pytestmark = [
@@ -52,9 +50,8 @@ class Page(html.parser.HTMLParser):
 
 def broken_links(folder):
     """`[(page, link)]` of the links inside a site that lead nowhere."""
-    pages = {
-        path.resolve(): Page(path.read_text("utf-8")) for path in folder.rglob("*.html")
-    }
+    pages = {x.resolve(): Page(x.read_text("utf-8")) for x in folder.rglob("*.html")}
+    assert sum(len(page.links) for page in pages.values()) > 500
     broken = []
     for path, page in pages.items():
         for link in page.links:
@@ -71,27 +68,18 @@ def broken_links(folder):
 
 def test_the_site_builds_without_a_warning_and_every_internal_link_resolves(site):
     assert broken_links(site) == []
-    assert sum(len(Page(path.read_text()).links) for path in site.rglob("*.html")) > 500
 
 
 SECTIONS = {  # which a search leads to first, and its name
     "nan": ("pitfalls", "A NaN that stays"),
     "out of memory": ("pitfalls", "Out of memory"),
     "batch norm": ("pitfalls", "Batch normalisation"),
-    "learning rate": ("logging", "One micro-batch a call"),
-    "gradient norm": ("logging", "One micro-batch a call"),
     "resume": ("resume", "A loop of your own"),
-    "checkpoint": ("resume", "A loop of your own"),
     "batch too large": ("pitfalls", "Out of memory"),
-    "gradient checkpointing": ("pitfalls", "Out of memory"),
     "dropout": ("pitfalls", "One dropout key for all micro-batches"),
-    "ema": ("pitfalls", "An average of the parameters in every micro-step"),
     "mixed precision": ("recipes", "Float16 with loss scaling"),
     "multi gpu": ("devices", "Once a window"),
-    "wandb": ("logging", "One micro-batch a call"),
-    "orbax": ("resume", "A loop of your own"),
     "lora": ("recipes", "LoRA"),
-    "fsdp": ("recipes", "FSDP"),
     "fp8": ("recipes", "fp8 with delayed scales"),
     "gradient_accumulation_steps": ("huggingface", "The Trainer"),
     "chunked cross entropy": ("head", "The head"),

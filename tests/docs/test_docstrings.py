@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import mesh_of
 
 import ga_optax as ga
 
@@ -27,8 +28,6 @@ def examples():
 
 
 EXAMPLES = examples()
-# Of two devices.
-ON_CPUS = ["ga_optax._calls.function.microbatch"]
 DONATING = [name for name in EXAMPLES if "donate_argnums" in EXAMPLES[name].docstring]
 
 
@@ -51,19 +50,15 @@ class Donating:
 
 
 @pytest.mark.grid(12)
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.cpu] if name in ON_CPUS else [])
-        for name in EXAMPLES
-    ],
-)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_the_example_prints_what_it_says_with_nothing_but_its_own_imports(
     name, monkeypatch
 ):
     said = []
     if name in DONATING:
         monkeypatch.setattr(jax, "jit", Donating)
+    if name.endswith(".microbatch"):  # of two devices
+        mesh_of(2)
     doctest.DocTestRunner(verbose=False).run(EXAMPLES[name], out=said.append)
     assert not said, "".join(said)
 

@@ -1,12 +1,12 @@
 """docs/migrating.md: the programs before and after train the same model."""
 
-import pathlib
 import re
 
 import numpy as np
 import pytest
+from helpers import ROOT
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "migrating.md"
+PAGE = ROOT / "docs" / "migrating.md"
 EPS = float(np.finfo(np.float32).eps)
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")

@@ -2,17 +2,17 @@
 
 import json
 import os
-import pathlib
 import sys
 
 import pytest
+from helpers import ROOT
 
 nbclient = pytest.importorskip("nbclient", reason="it runs notebooks: the group `dev`")
 nbformat = pytest.importorskip("nbformat")
 
 pytestmark = pytest.mark.published
 
-FOLDER = pathlib.Path(__file__).parents[2] / "notebooks"
+FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 assert [path.name[0] for path in NOTEBOOKS] == list("123456")
 

@@ -34,14 +34,6 @@ def of_two(rngs):
     return Block(rngs)
 
 
-def stacked():
-    return of_two(nnx.Rngs(0))
-
-
-def single():
-    return Block(nnx.Rngs(0))
-
-
 def apply(block, x):
     return block(x)
 
@@ -63,11 +55,11 @@ def chosen(block, x):
     return nnx.cond(block.calls[...] >= 0, remat, remat, block.linear, x)
 
 
+single, stacked = Block, of_two
 TRANSFORMS = {
     "remat": (single, nnx.remat(apply), apply),
     "jit": (single, nnx.jit(apply), apply),
-    "jit_of_remat": (single, nnx.jit(nnx.remat(apply)), apply),
-    "remat_of_remat": (single, nnx.remat(nnx.remat(apply)), apply),
+    "jit_of_remats": (single, nnx.jit(nnx.remat(nnx.remat(apply))), apply),
     "scan_of_remat": (stacked, over_layers(nnx.remat(apply)), over_layers(apply)),
     "remat_of_scan": (stacked, nnx.remat(over_layers(apply)), over_layers(apply)),
     "loop_of_remat": (single, looped, lambda b, x: b(b(x))),
@@ -81,7 +73,7 @@ def of_rows(loss, **options):
 
 def run(make, call, of, **options):
     """Value, gradients and the variables after a call, as numbers."""
-    model = in_float64(make())
+    model = in_float64(make(nnx.Rngs(0)))
 
     def loss(model, x):
         return jnp.mean(call(model, x) ** 3)

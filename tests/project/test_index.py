@@ -4,7 +4,6 @@ import pathlib
 from collections import Counter
 
 from index import TESTS, index, main, quick
-from printed import page
 
 
 def test_the_index_has_every_file_with_what_it_says(capsys):
@@ -31,8 +30,3 @@ def test_folders_are_those_of_the_package_and_names_are_unique():
     # Also because pytest imports them by their names alone.
     names = Counter(path.name for path in files if path.name != "conftest.py")
     assert [name for name, number in names.items() if number > 1] == []
-
-
-def test_a_page_is_printed_anew_with_what_its_programs_say():
-    text = "A\n```python\nx = 1 + 1\nprint(x)\n```\n```text\n3\n```\nB\n"
-    assert page("a page", text) == text.replace("3", "2")

@@ -1,18 +1,16 @@
 """The address of the repository is in one place, and what is published is checked."""
 
 import email.message
-import pathlib
 import re
 import shutil
 
-import helpers
 import pytest
+from helpers import ROOT, load
 
 pytest.importorskip("hatchling")
 
-ROOT = pathlib.Path(__file__).parents[2]
-address = helpers.load(ROOT / "release" / "address.py")
-check = helpers.load(ROOT / "release" / "check.py")
+address = load(ROOT / "release" / "address.py")
+check = load(ROOT / "release" / "check.py")
 
 HERE = address.read()
 EMPTY = HERE._replace(address="")
@@ -69,9 +67,8 @@ def test_on_a_package_index_every_link_of_the_readme_is_absolute_and_leads_to_a_
         message["Project-URL"] = f"{name}, {url}"
     message.set_payload(published)
     assert check.wrong_metadata(message.as_string(), SOMEWHERE) == []
-    tagged = f"{SOMEWHERE.address}/(?:blob|raw)/v{HERE.version}/(.*)"
-    found = [re.fullmatch(tagged, link) for link in address.links(published)]
-    paths = [match[1].partition("#")[0] for match in found if match]
+    tagged = rf"^{SOMEWHERE.address}/(?:blob|raw)/v{HERE.version}/([^#\n]*)"
+    paths = re.findall(tagged, "\n".join(address.links(published)), re.M)
     assert len(paths) > 5
     assert [path for path in paths if not (ROOT / path).exists()] == []
     pictures = [link for link in address.links(published) if link.endswith(".svg")]
