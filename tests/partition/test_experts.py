@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import error
+from helpers import error, temporaries
 from jax import lax
 
 import ga_optax as ga
+from ga_optax._partition import indexing
 from ga_optax._window import room
 
 K = 8
@@ -146,3 +147,20 @@ def test_all_micro_batches_share_one_run_of_the_experts(how):
     runs = [x.name for x in report.stages if any(map(is_of_experts, x.computes))]
     assert len(runs) == 4
     assert all("shared" in name for name in runs)
+
+
+@pytest.mark.cpu
+@pytest.mark.usefixtures("optax_promotion")
+def test_dropless_experts_take_the_memory_of_a_micro_batch(monkeypatch):
+    loss = loss_of(dropless, "Python")
+    params, x = arguments(1024, 1, 32, 128)
+    plain = jax.jit(jax.value_and_grad(loss))
+    undivided, one = (temporaries(plain, params, rows) for rows in (x, x[:128]))
+
+    def needs():
+        return temporaries(jax.jit(ga.value_and_grad(loss, 8)), params, x)
+
+    rows = 4 * x.nbytes  # sorted and back, and their cotangents
+    assert needs() < one + rows < undivided / 2
+    monkeypatch.setattr(indexing, "reorders", lambda *args: False)
+    assert needs() > 0.8 * undivided

@@ -238,25 +238,3 @@ def test_rows_of_other_devices_and_levels_without_room_meet_in_a_rule(name):
             assert off(jax.jit(step)(*args), want) < BOUND
         mean = undivided(ga.microbatch(fun, K))
         assert off(mean(p, x), want) < BOUND
-
-
-def energy(p, x):
-    """The mean of local energies, whose gradient is centred."""
-
-    def log_psi(p):
-        return jnp.tanh(x @ p["w"][0]).sum(1) * p["s"][0]
-
-    local = jnp.sum(x**2, 1) + log_psi(p) ** 2
-    return local.mean(), local, log_psi
-
-
-@jax.custom_jvp
-def variational(p, x):
-    return energy(p, x)[0]
-
-
-@variational.defjvp
-def _(primals, tangents):
-    mean, local, log_psi = energy(*primals)
-    moves = jax.jvp(log_psi, primals[:1], tangents[:1])[1]
-    return mean, 2 * jnp.mean((local - mean) * moves)
