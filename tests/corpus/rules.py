@@ -102,13 +102,11 @@ def of_a_vmap(over, h):
 REDUCTIONS = {
     "reduce_sum": "h.sum(0)",
     "reduce_max": [
-        "h.max(0)",
-        "h.max()",
         "(ids.max(), (ids > 1).max())",
         "h * lax.stop_gradient(h).max(0)",
         "at_ties(h).max(0)",
     ],
-    "reduce_min": ["h.min(0)", "(ids.min(), (ids < 9).min())", "at_ties(-h).min(0)"],
+    "reduce_min": ["(ids.min(), (ids < 9).min())", "at_ties(-h).min(0)"],
     "reduce_prod": "h.prod(0)",
     "reduce_and": ["(h > -1).all(0)", "jnp.bitwise_and.reduce(ids | 8)"],
     "reduce_or": ["(h > 1.5).any(0)", "jnp.bitwise_or.reduce(ids)"],
@@ -135,20 +133,17 @@ REDUCTIONS = {
 SHAPES = {
     "reshape": [
         "h.reshape(-1, 2, 3)",
-        "h.reshape(-1)",
         'h.reshape(2, 3, -1, order="F")',
         "h * lax.reshape(jnp.arange(h.size).reshape(D, -1), h.shape, (1, 0))",
-        "h.reshape(D, -1)",
     ],
     "concatenate": ["jnp.concatenate([h, jnp.sin(h)])", "jnp.concatenate([h, w])"],
     "unstack": "[x * 2 for x in jnp.unstack(h)]",
     "split": "jnp.split(h, [2, 5])",
-    "slice": ["h[2:]", "h[::2, 1:]", "(h[1], ids[1])", "(h[1:-1], h[:2])"],
+    "slice": ["h[::2, 1:]", "(h[1], ids[1])", "(h[1:-1], h[:2])"],
     "rev": ["h[::-1]", "h[:, ::-1]"],
     "pad": [
         "jnp.pad(h, ((1, 2), (0, 0)), constant_values=0.3)",
         "lax.pad(h, 0.5, ((-1, 1, 1), (0, 1, 0)))",
-        "lax.pad(h, 0.0, ((1, -1, 0), (1, -1, 0)))",
         "lax.pad(h > 0, False, ((1, -1, 0), (-2, 2, 0)))",
     ],
     "tile": ["jnp.tile(h, (2, 1))", "jnp.tile(h, 2)"],
@@ -196,21 +191,15 @@ PRODUCTS = {
     "dot_general": [
         "w @ h.T",
         "h.T @ jnp.sin(h)",
-        "h @ jnp.sin(h).T",
-        'jnp.einsum("nd,nd->n", h, jnp.sin(h))',
         "(h @ h.T).sum(0)",
         "h.T @ jnp.arange(len(h), dtype=h.dtype)",
     ],
     "conv_general_dilated": [
-        "convolved(h[:, None], w[:2, None, :3])",
         "jax.grad(sines_of)(w[:2, None, :3], h[:, None])",
         "convolved(w[None], h[:, :, None] * jnp.ones(3, h.dtype))",
-        # A kernel for each row, alone and in two groups; and its gradient.
-        "jax.vmap(lambda x: convolved(w[None], x))(kernels(h))",
+        # A kernel for each row, in two groups; and its gradient.
         "jax.vmap(lambda x: convolved(w[None], x, 2))(kernels(h)[:, :, :3])",
-        "by_row(jax.grad(sines_of), w[:2, None, :3], h[:, None, None])",
         "by_row(in_groups, w[:4, None, :3], h.reshape(len(h), 1, 2, 3))",
-        "in_groups(w[:4, None, :3], h.reshape(-1, 2, 3))",
         "by_row(of_two_batches, w[:4, :1, None], h.reshape(-1, 2, 1, 3))",
     ],
     "triangular_solve": "solved(matrices(w)[0], h[:, :3].T)",
@@ -237,7 +226,6 @@ def twice(ids):
 
 INDEXING = {
     "gather": [
-        "h[counts(h), ids]",
         "h[jnp.repeat(counts(h), 2), twice(ids)]",
         "w[ids]",
         "h[jnp.array([5, 0, -1])]",
@@ -250,7 +238,6 @@ INDEXING = {
         'h.at[jnp.array([3, 99])].get(mode="clip")',
     ],
     "scatter": [
-        "h.at[counts(h), ids].set(0.5)",
         "jnp.zeros_like(w[0], shape=h.shape).at[counts(h), ids].set(1)",
         "h.at[counts(h)[:, None], jnp.stack([ids, ids + 1], 1)].set(7)",
         "h.at[jnp.repeat(counts(h), 2), twice(ids)].set(h[0, 0])",
@@ -258,27 +245,22 @@ INDEXING = {
         "h.at[:, 1].set(h[:, 0] ** 2)",
         "h.at[2].set(7.0)",
         "h.at[jnp.array([1, -1])].set(w[:2])",
-        "jnp.put_along_axis(h, ids[:, None], 9.0, 1, inplace=False)",
         "w.at[ids].set(h)",
         "jnp.zeros((3, D)).at[ids].set(h, mode='drop')",
         "jnp.zeros((3, D)).at[ids].set(h, mode='clip')",
         "w.at[ids - 2].set(h)",
         "w.at[1, ids].set(h[:, 0])",
-        "w.at[jnp.stack([ids, ids + 1], 1)].set(jnp.stack([h, 2 * h], 1))",
         "jnp.zeros((D, len(h), D)).at[ids, counts(h)].set(h, unique_indices=True)",
         "jnp.ones((D, len(h), D)).at[ids, counts(h)].set(h, unique_indices=True)",
-        "jnp.full(D, 3).at[ids].set(counts(h))",
         "jnp.zeros(D, bool).at[ids].set(h[:, 0] > 0)",
     ],
     "scatter-add": [
-        "jax.ops.segment_sum(h, ids, 4)",
         "w.at[ids].add(h)",
         "w.at[jnp.array([0, 2])].add(h[:2] * h[2:4])",
         "h.at[counts(h), ids].add(h[:, 0])",
         "h.at[jnp.repeat(counts(h), 2), twice(ids)].add(jnp.repeat(h[:, 0], 2))",
         "jax.grad(lambda h: (h[ids] ** 2).sum())(h)",
         "jnp.bincount(ids, length=4)",
-        "jnp.full(D, 3).at[ids].add(ids)",
     ],
     "scatter-sub": [
         "w.at[ids].subtract(h)",
@@ -354,10 +336,6 @@ def halved(x):
     )
 
 
-def over_rows(h, w, ids):
-    return lax.scan(lambda c, x: (c + x * x, jnp.tanh(x @ w)), w[0], h)
-
-
 def chunks(h, w, ids):
     """A sum over chunks of rows, each of which is computed again for its gradient."""
 
@@ -373,7 +351,7 @@ def carried(h, w, ids):
 
 NESTED = {
     "checkpoint": [jax.checkpoint(lambda h, w, ids: jnp.sin(h @ w) - h.sum(0))],
-    "scan": [layers, over_rows, carried, chunks],
+    "scan": [layers, carried, chunks],
     "while": [
         lambda h, w, ids: lax.while_loop(
             lambda c: c[1] < 3, lambda c: (numbered(c[0]), c[1] + 1), (h, 0)
@@ -387,7 +365,6 @@ NESTED = {
     "cond": [
         "jnp.diagonal(h @ h.T)",
         "lax.cond(ids[0] > 1, jnp.tanh, numbered, h)",
-        "lax.cond(ids[0] > 1, jnp.tanh, lambda h: h @ w, h)",
         "lax.cond(w[0, 0] > 0, jnp.sum, lambda h: w[0, 0], h)",
         "lax.cond(w[0, 0] > 0, lambda h: w[0, 0], jnp.sum, h)",
     ],
