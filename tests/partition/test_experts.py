@@ -138,17 +138,6 @@ def test_experts_run_at_most_three_times_and_once_back(layer, how, monkeypatch):
     assert whole == ({"sort", "gather"} if layer is dropless else set())
 
 
-@pytest.mark.parametrize("how", HOWS)
-def test_all_micro_batches_share_one_run_of_the_experts(how):
-    def is_of_experts(x):  # a checkpoint has the line where it is called
-        return "dot_general" in x.name and ("(experts)" in x.line or "tanh" in x.name)
-
-    report = ga.batch_dependencies(loss_of(added, how), K)(*arguments(256, 2))
-    runs = [x.name for x in report.stages if any(map(is_of_experts, x.computes))]
-    assert len(runs) == 4
-    assert all("shared" in name for name in runs)
-
-
 @pytest.mark.cpu
 @pytest.mark.usefixtures("optax_promotion")
 def test_dropless_experts_take_the_memory_of_a_micro_batch(monkeypatch):

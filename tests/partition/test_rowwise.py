@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import bits, mesh_of, normal, off, put, refusals, ruled, says, temporaries
+from helpers import bits, mesh_of, normal, off, refusals, ruled, says, temporaries
 from jax.extend import core
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
@@ -171,22 +171,6 @@ def test_it_takes_the_memory_of_micro_batches_by_themselves(name):
     if name in ("callback", "custom_call"):  # the twin: without a promise
         found = ga.batch_dependencies(fun, K)(*args)
         assert (bool(found.whole), found.promised) == (True, [])
-
-
-@FAST
-@pytest.mark.grid(1, 2)
-@pytest.mark.parametrize("name", ["with_closure", "gradient_inside"])
-def test_on_a_mesh_it_is_the_same(name):
-    mesh = mesh_of()
-    params, x = arguments()
-    want = jax.jit(jax.value_and_grad(of(name, as_it_is)))(params, x)
-    axis = ga.DataAxis("data", mesh=mesh)
-    step = ga.value_and_grad(of(name), 2, data_axis=axis)
-    assert off(jax.jit(step)(params, put(x, mesh, P("data"))), want) < BOUND
-    step = ga.value_and_grad(of(name), 2, data_axis="data")
-    specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": False}
-    region = jax.shard_map(step, mesh=mesh, **specs)
-    assert off(jax.jit(region)(params, x), want) < BOUND
 
 
 @jax.tree_util.register_dataclass

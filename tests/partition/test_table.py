@@ -283,10 +283,6 @@ def test_rows_that_move_are_stored_as_they_were_or_not_at_all(name, copies):
     assert (stacks, of_all) == ([(N // 4, D)] * copies, [])
 
 
-def test_indices_of_rows_stay_with_them_under_vmap():
-    assert dependencies(MOVES["sorted, along directions"]).whole == []
-
-
 def clipped_mean(kernel, x):
     """The mean of clipped gradients of single rows, as in private training."""
 
