@@ -769,14 +769,6 @@ def test_what_jax_says_of_fun_names_fun_and_no_line_of_ours(make):
     assert "ga_optax" not in str(error.value).replace(__file__, "")
 
 
-def test_a_loss_that_is_not_finite_is_that_of_the_whole_batch():
-    def fun(w, x):
-        return jnp.sum(x * w) / 0.0
-
-    step = ga.value_and_grad(fun, 2)
-    assert step(-W, X) == jax.value_and_grad(fun)(-W, X) == (-np.inf, np.inf)
-
-
 # -- Across calls: what is lost, and what is advised -----------------------------------
 
 

@@ -54,11 +54,6 @@ def dropless(x, router, experts):
     return (found * jnp.max(gates, axis=1, keepdims=True)).reshape(x.shape)
 
 
-def with_closure(p, x, promise):
-    layer = promise(lambda x: dropless(x, p["router"], p["experts"]))
-    return ends(x + layer(x))
-
-
 def in_layers(p, x, promise):
     @jax.checkpoint
     def layer(h, scale):
@@ -135,8 +130,8 @@ def clips(p, x, promise):
     return jnp.mean(h**2) + jnp.mean(h - h.mean(0)) ** 2 + jnp.std(h)
 
 
-LOSSES = (with_closure, in_layers, mapped_rows, clips)
-LOSSES = {f.__name__: f for f in (*LOSSES, gradient_inside, callback, custom_call)}
+LOSSES = (in_layers, mapped_rows, clips, gradient_inside, callback, custom_call)
+LOSSES = {f.__name__: f for f in LOSSES}
 
 
 def of(name, promise=ga.rowwise):
@@ -250,9 +245,7 @@ def function(x, w):
 
 UNDER = {
     "nothing": lambda f: f,
-    "jit": jax.jit,
     "vmap": lambda f: jax.vmap(f, (1, None), 1),
-    "grad": lambda f: jax.grad(lambda x, w: f(x, w).sum(), (0, 1)),
     "checkpoint": lambda f: jax.grad(
         lambda x, w: jax.checkpoint(f)(x, w).sum(), (0, 1)
     ),
@@ -286,18 +279,9 @@ def by_row(h):
     return (h - h.mean(1, keepdims=True)) / jnp.sqrt(h.var(1, keepdims=True) + 1e-3)
 
 
-def at_top(w, x):
+def broken(w, x):
     h = ga.rowwise(by_row)(x @ w)
     return jnp.mean(ga.rowwise(normalised)(h) ** 2 * jnp.arange(4.0))
-
-
-def in_a_scan(w, x):
-    @jax.checkpoint
-    def layer(h, _):
-        return ga.rowwise(normalised)(ga.rowwise(by_row)(h @ w)), None
-
-    h, _ = jax.lax.scan(layer, x, length=2)
-    return jnp.mean(h**2 * jnp.arange(4.0))
 
 
 FEW = normal(4, 4), normal(16, 4)
@@ -305,11 +289,10 @@ FEW = normal(4, 4), normal(16, 4)
 
 @FAST
 @pytest.mark.slow
-@pytest.mark.parametrize("fun", [at_top, in_a_scan])
-def test_a_broken_promise_is_found_by_numbers_and_named(fun):
-    got, want = ga.value_and_grad(fun, 4)(*FEW), jax.value_and_grad(fun)(*FEW)
+def test_a_broken_promise_is_found_by_numbers_and_named():
+    got, want = ga.value_and_grad(broken, 4)(*FEW), jax.value_and_grad(broken)(*FEW)
     assert off(got, want) > 0.1
-    report = ga.verify(fun, *FEW, 4)
+    report = ga.verify(broken, *FEW, 4)
     assert (report.ok, report.cause) == (False, ga.Cause.PROMISE)
     assert re.search(r"test_rowwise.py:\d+:\d+ \(normalised\)", report.message)
     assert "by_row" not in report.message
