@@ -238,6 +238,7 @@ INDEXING = {
         'h.at[jnp.array([3, 99])].get(mode="clip")',
     ],
     "scatter": [
+        "h.at[counts(h), ids].set(0.5)",
         "jnp.zeros_like(w[0], shape=h.shape).at[counts(h), ids].set(1)",
         "h.at[counts(h)[:, None], jnp.stack([ids, ids + 1], 1)].set(7)",
         "h.at[jnp.repeat(counts(h), 2), twice(ids)].set(h[0, 0])",
@@ -245,13 +246,16 @@ INDEXING = {
         "h.at[:, 1].set(h[:, 0] ** 2)",
         "h.at[2].set(7.0)",
         "h.at[jnp.array([1, -1])].set(w[:2])",
+        "jnp.put_along_axis(h, ids[:, None], 9.0, 1, inplace=False)",
         "w.at[ids].set(h)",
         "jnp.zeros((3, D)).at[ids].set(h, mode='drop')",
         "jnp.zeros((3, D)).at[ids].set(h, mode='clip')",
         "w.at[ids - 2].set(h)",
         "w.at[1, ids].set(h[:, 0])",
+        "w.at[jnp.stack([ids, ids + 1], 1)].set(jnp.stack([h, 2 * h], 1))",
         "jnp.zeros((D, len(h), D)).at[ids, counts(h)].set(h, unique_indices=True)",
         "jnp.ones((D, len(h), D)).at[ids, counts(h)].set(h, unique_indices=True)",
+        "jnp.full(D, 3).at[ids].set(counts(h))",
         "jnp.zeros(D, bool).at[ids].set(h[:, 0] > 0)",
     ],
     "scatter-add": [
@@ -336,6 +340,10 @@ def halved(x):
     )
 
 
+def over_rows(h, w, ids):
+    return lax.scan(lambda c, x: (c + x * x, jnp.tanh(x @ w)), w[0], h)
+
+
 def chunks(h, w, ids):
     """A sum over chunks of rows, each of which is computed again for its gradient."""
 
@@ -351,7 +359,7 @@ def carried(h, w, ids):
 
 NESTED = {
     "checkpoint": [jax.checkpoint(lambda h, w, ids: jnp.sin(h @ w) - h.sum(0))],
-    "scan": [layers, carried, chunks],
+    "scan": [layers, over_rows, carried, chunks],
     "while": [
         lambda h, w, ids: lax.while_loop(
             lambda c: c[1] < 3, lambda c: (numbered(c[0]), c[1] + 1), (h, 0)
