@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from corpus import losses
 from helpers import (
     bits,
     integers,
@@ -350,33 +351,16 @@ def test_with_a_data_axis_it_counts_rows_of_one_device(fun):
         run(microbatch_size=3)
 
 
-def deep(params, x):
-    def layer(h, w):
-        return h + jnp.tanh(h @ w), None
-
-    h, _ = jax.lax.scan(jax.checkpoint(layer), x, params["layers"])
-    return jnp.mean((h @ params["out"]).astype(jnp.float32) ** 2)
-
-
-def shapes(dtype):
-    """Of parameters and rows of the deep model."""
-    sizes = {"layers": (8, 128, 128), "out": (128, 512), "x": (64, 128)}
-    found = {name: jax.ShapeDtypeStruct(x, dtype) for name, x in sizes.items()}
-    return found, found.pop("x")
-
-
 @pytest.mark.grid(1, 2)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_one_micro_batch_has_the_bits_and_temporaries_of_value_and_grad(dtype):
-    ours, plain = jax.jit(ga.value_and_grad(deep, 1)), jax.jit(jax.value_and_grad(deep))
-    types = shapes(dtype)
-    assert temporaries(plain, *types) > 1e5  # tiny programs report 0
-    assert temporaries(ours, *types) <= temporaries(plain, *types)
+    fun, args = losses.LOSSES["checkpointed"].value, losses.arguments(1024, dtype, 64)
+    ours, plain = jax.jit(ga.value_and_grad(fun, 1)), jax.jit(jax.value_and_grad(fun))
+    assert temporaries(plain, *args) > 1e5  # tiny programs report 0
+    assert temporaries(ours, *args) <= temporaries(plain, *args)
     # The twin: the accumulator of several calls is one more tree.
-    acc = jax.eval_shape(ga.accumulator.init, types[0])
-    more = temporaries(jax.jit(ga.accumulate(deep, 1)), acc, *types)
-    assert more != temporaries(plain, *types)
-    args = jax.tree.map(lambda x: (normal(*x.shape) / 9).astype(dtype), types)
+    more = jax.jit(ga.accumulate(fun, 1)), ga.accumulator.init(args[0])
+    assert temporaries(*more, *args) != temporaries(plain, *args)
     assert bits(ours(*args)) == bits(plain(*args))
 
 

@@ -236,51 +236,6 @@ def test_a_position_counts_the_arguments_that_came_and_no_defaults():
         run(w, x=x, scale=3.0)
 
 
-def of(fun, *args, make=ga.value_and_grad, **options):
-    return lambda: make(fun, 4, **options)(*args)
-
-
-def over(*args, **options):
-    return of(*args, make=ga.microbatch, **options)
-
-
-V, T = ValueError, TypeError
-
-
-def ensemble(p, b):
-    """An ensemble under `vmap`, each member normalised over the rows."""
-
-    def member(scale, x):
-        h = jax.vmap(lambda x: jnp.tanh(x @ p["in"] * scale))(x)
-        h = jax.vmap(lambda h: h - jax.lax.pmean(h, "rows"), axis_name="rows")(h)
-        return h, jax.vmap(lambda h: h / jnp.sqrt((h**2).mean() + 0.1), 1, 1)(h)
-
-    h, normed = jax.vmap(member, (0, None))(jnp.arange(1.0, 4.0), b["x"])
-    return (normed.mean(0) @ p["out"]).std() + h.std(), (h, normed)
-
-
-def collectives(p, b):
-    """Those of `vmap` over rows, and over features, in one array."""
-
-    def of_row(x):
-        h = jnp.tanh(x @ p["in"])
-        still = jax.lax.stop_gradient(h)
-        top, low = (over(still, "rows") for over in (jax.lax.pmax, jax.lax.pmin))
-        h = h - jax.lax.psum(h, "rows") / 9 + jnp.where(h == top, h, 0.1 * low)
-        return jax.vmap(lambda x: x - jax.lax.pmean(x, "f"), axis_name="f")(h)
-
-    h = jax.vmap(of_row, axis_name="rows")(b["x"])
-    return (h @ p["out"]).std() + h.std(), h
-
-
-@pytest.mark.parametrize("fun", [ensemble, collectives])
-def test_vmap_inside_is_no_other_than_the_program_that_it_writes(fun):
-    with jax.enable_x64(True):
-        args = losses.arguments(width=4)
-        assert_close(*in_float64(fun, *args, has_aux=True))
-        assert ga.batch_dependencies(fun, 4, has_aux=True)(*args).whole == []
-
-
 twisted = Primitive("twisted")
 twisted.def_impl(lambda x: 2 * x[::-1] + x)
 twisted.def_abstract_eval(lambda x: x)

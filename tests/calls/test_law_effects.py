@@ -106,35 +106,37 @@ def in_vjp(act, h, where):
     return call(h)
 
 
-PLACES = {  # the loss that acts there
-    "open": lambda act, w, x: mean_square(acting(act, x @ w)),
+OF_ROWS = {  # what acts between a product and the mean of its squares
+    "open": acting,
+    "rows meet": lambda act, h: acting(act, jnp.exp(h - h.mean(0))),
+    "a branch": in_cond,
+    "a function": lambda act, h: jax.jit(functools.partial(acting, act))(h),
+    "a checkpoint": lambda act, h: jax.checkpoint(lambda h: acting(act, jnp.sin(h)))(h),
+    "with a jvp": lambda act, h: in_jvp(act, h, False),
+    "a jvp": lambda act, h: in_jvp(act, h, True),
+    "with a vjp": lambda act, h: in_vjp(act, h, 0),
+    "a vjp, there": lambda act, h: in_vjp(act, h, 1),
+    "a vjp, back": lambda act, h: in_vjp(act, h, 2),
+}
+
+
+def of_rows(place):
+    return lambda act, w, x: mean_square(place(act, x @ w))
+
+
+PLACES = {name: of_rows(place) for name, place in OF_ROWS.items()} | {
     "of weights": lambda act, w, x: mean_square(x @ acting(act, w)),
     "the loss": lambda act, w, x: acting(act, mean_square(x @ w)),
-    "rows meet": lambda act, w, x: mean_square(
-        acting(act, jnp.exp(x @ w - (x @ w).mean(0)))
-    ),
     "a scan": lambda act, w, x: mean_square(of_layers_of(act, x, w)),
     "a scan, and rows meet": lambda act, w, x: centred(x @ of_layers_of(act, w, w)),
-    "a branch": lambda act, w, x: mean_square(in_cond(act, x @ w)),
     "a branch, and rows meet": lambda act, w, x: centred(x @ in_cond(act, w)),
     "after": lambda act, w, x: (
         mean_square(x @ w) + 0 * in_cond(act, lax.stop_gradient(mean_square(x @ w)))
     ),
     "a while": lambda act, w, x: mean_square(x @ w) + in_while(act, x @ w).mean(),
-    "a function": lambda act, w, x: mean_square(
-        jax.jit(functools.partial(acting, act))(x @ w)
-    ),
-    "a checkpoint": lambda act, w, x: mean_square(
-        jax.checkpoint(lambda h: acting(act, jnp.sin(h)))(x @ w)
-    ),
     "each of the rows": lambda act, w, x: jax.vmap(
         lambda row: mean_square(acting(act, row @ w))
     )(x).mean(),
-    "with a jvp": lambda act, w, x: mean_square(in_jvp(act, x @ w, False)),
-    "a jvp": lambda act, w, x: mean_square(in_jvp(act, x @ w, True)),
-    "with a vjp": lambda act, w, x: mean_square(in_vjp(act, x @ w, 0)),
-    "a vjp, there": lambda act, w, x: mean_square(in_vjp(act, x @ w, 1)),
-    "a vjp, back": lambda act, w, x: mean_square(in_vjp(act, x @ w, 2)),
 }
 IN_ORDER = [name for name in ACTS if "order" in name]
 CASES = [
@@ -187,12 +189,9 @@ def test_a_callback_gets_the_rows_of_the_whole_batch_at_once():
         jax.debug.callback(lambda h: seen.append(np.asarray(h)), h - h.mean(0))
         return mean_square(h)
 
-    for make in (
-        ga.value_and_grad,
-        lambda f, k: jax.value_and_grad(ga.microbatch(f, k)),
-    ):
+    for step in (ga.value_and_grad(fun, K), jax.value_and_grad(ga.microbatch(fun, K))):
         seen.clear()
-        jax.block_until_ready(jax.jit(make(fun, K))(W, X))
+        jax.block_until_ready(jax.jit(step)(W, X))
         jax.effects_barrier()
         [rows] = seen
         np.testing.assert_allclose(rows, X @ W - (X @ W).mean(0), atol=1e-6)

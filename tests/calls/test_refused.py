@@ -72,7 +72,6 @@ W, X[:0] -> V at least one example | shape (0,) | Skip the call
 argnums=1 -> V batch_argnums must not overlap argnums | name argument 1
   | Give each argument one role | ga_optax.microbatch(
 batch_argnums=() -> V batch_argnums must name | () | Leave it out
-argnums=() -> V argnums must name an argument | () | Leave it out
 batch_argnums=1.5 -> T an int or a sequence of ints | it is 1.5 | Number the positional
 batch_axes="0" -> T batch_axes must be an int, None, or a tree | it holds '0'
   | the axis to
@@ -88,20 +87,17 @@ W, X, z=1, batch_argnames="y"
 {"n": np.int32(1), "w": W}, X
   -> T leaf ['n'] of argument 0 must | dtype int32 | or allow_int=True, which
 argnums=(0, 0) -> V argnums must name each argument once | 0 twice | it once
-batch_argnums=(1, 1) -> V batch_argnums must name each argument once | 1 twice
 batch_argnums=True -> T an int or a sequence of ints | it is True
   | Number the positional
 {"f": jax.nn.relu}, X -> T must be an array or a number | custom_jvp | eqx.partition
 {"w": W, "name": "abc"}, X
   -> T leaf ['name'] of | must be an array or a number | str | without this leaf
-jnp.tanh, X -> T must be an array or a number | PjitFunction | eqx.partition
 W, {"a": X, "id": np.array(WORDS)}
   -> T leaf ['id'] must be an array or a number | dtype <U1 | None in batch_axes
 W, X, batch_axes=1 -> V leaf of the batch must have a batch axis | (8,)
   | None in batch_axes
 W, {"b": X}, batch_axes={"a": 0} -> V must be a prefix of the batch | 'a'
   | Pass an int, None
-W, (X, X), batch_axes=(0, 0, 0) -> V be a prefix of the batch | *, * | Pass an int, None
 W, X, fun=lambda w, x: x -> V be a scalar | shape | Return its mean
 W, X, fun=lambda w, x: jnp.int32(1)
   -> T The loss must be real and floating | dtype int32 | Cast it
@@ -162,15 +158,12 @@ W, X, fun=returns({}), has_aux=True, weight_fn=lambda x, a: jnp.ones(2)
 W, X, fun=returns({}), has_aux=True, weight_fn=lambda x, a: -1
   -> V not negative | -1 | Pass the number of examples
 aux="median" -> V aux must be one of 'mean', 'sum', 'last', 'stack' | holds 'median'
-aux="max" -> V aux must be one of 'mean', 'sum', 'last', 'stack' | 'max' | Pass one of
 W, X, fun=returns({"a": 1}), has_aux=True, aux={"b": "mean"}
   -> V aux must be a tree | fun returned PyTreeDef({'a': *}) | Name the same keys
 W, X, fun=returns(KEYS), has_aux=True
   -> T must have numbers | ['a'] of the aux has dtype key | Use "last" or
 W, X, fun=returns({"kept": "text"}), has_aux=True
   -> T must be arrays or numbers | ['kept'] is 'text' | Leave it out
-W, X, fun=returns({"kept": jnp.sin}), has_aux=True
-  -> T must be arrays or numbers | ['kept'] is <PjitFunction | Leave it out
 W, X, X, fun=lambda w, x, c: loss(w, x), carry_argnums=2
   -> T return (loss, carry) with carry_argnums | it returned | leave out carry
 W, X, W, fun=lambda w, x, c: (loss(w, x), c), carry_argnums=2, has_aux=True
@@ -302,7 +295,6 @@ equivalent(np.arange(2), X) -> T floating or complex
 
 PLAN = """
 plan(memory_limit="16G") -> V but it is '16G'. | Pass bytes
-plan(memory_limit="-1GiB") -> V it is '-1GiB'
 plan(memory_limit=0) -> V at least one byte, | but it is 0
 plan(memory_limit=float("nan")) -> V it is nan
 plan(memory_limit=True) -> T it is True of type bool
@@ -317,8 +309,6 @@ plan(3) -> T make_step must be a function | it is 3
 plan(jax.jit(loss)) -> T make_step must | a jitted function. | lambda k: jax
 plan(loss) -> T take num_microbatches alone | (w, x) | lambda k: jax.jit(
 plan(lambda k: len) -> T no `lower`. | Return jax.jit
-ga.plan(make_step, W, X, batch_size=7, memory_limit=1 << 30)
-  -> V batch_size must be | it is 7, and | a batch of 8. | that number
 ga.plan(make_step, W, X, batch_size=12, memory_limit=1 << 30)
   -> V batch_size must be | it is 12, and | a batch of 8. | that number
 """
@@ -328,7 +318,6 @@ plan(memory_limit=None) -> V memory_limit must be given | "16GiB"
 
 WORDS_OF_OTHERS = """
 ga.verify(jnp.mean, 1.0, X, 2, rngs=2) -> T rngs was passed | rng=
-ga.verify(jnp.mean, 1.0, X, 2, accum_steps=2) -> T accum_steps was | num_microbatches
 ga.value_and_grad(jnp.mean, 2, rows=3) -> T unexpected keyword argument 'rows'
 ga.microbatch(lambda w, x: "text", 2)(W, X) -> T fun returns must be arrays | only leaf
 ga.microbatch(scaled, 4, batch_argnums=-3)(W, X) -> V names -3, and the call has 2
@@ -338,19 +327,16 @@ ga.config.update("optimize", 0) -> T must be a bool, but it got 0
 ga.config.update("whole_draws", "yes") -> T whole_draws must be a bool, but it got 'yes'
 """
 for _fun in ("value_and_grad", "accumulate", "microbatch", "batch_dependencies"):
-    for _args in ("X", "X, X", "2, X", "{'w': X}, X"):
+    for _args in ("X", "2, X"):
         WORDS_OF_OTHERS += f"ga.{_fun}(jnp.mean, {_args}) -> T {_fun} must get"
         WORDS_OF_OTHERS += f" | came. Call it twice: {_fun}(fun\n"
 
 AUDIT = """
 ga.audit(jax.jit(loss)) -> T needs a compiled | PjitFunction | lower(*args).compile(
 ga.audit(jax.jit(loss).lower(W, X)) -> T needs a compiled | Lowered | .compile(
-ga.audit(3) -> T lower(*args).compile(
-ga.audit("hello") -> V optimised HLO module with an ENTRY
 ga.audit("module @jit_f { func.func }") -> V optimised HLO module with an ENTRY
 ga.audit("HloModule", "mesh")
   -> T mesh must be a jax.sharding.Mesh | it is | the mesh of the program
-ga.audit("HloModule", P("data")) -> T must be a jax.sharding.Mesh | it is | mesh of the
 """
 
 DEVICES = """
@@ -471,53 +457,39 @@ LABELS = {"dense": {"kernel": "a", "bias": "b"}}
 WITHIN = """
 APPLY -> the top
 THEN -> [0]
-optax.chain(SGD, THEN) -> [1][0]
 optax.named_chain(("a", APPLY), ("b", SGD)) -> ['a']
 optax.partition({"a": SGD, "b": APPLY}, LABELS) -> .inner_states['b'].inner_state
-optax.masked(APPLY, True) -> .inner_state
 optax.flatten(THEN) -> [0]
-optax.inject_hyperparams(lambda r: THEN)(0.1) -> .inner_state[0]
 optax.conditionally_transform(APPLY, lambda step: step > 3) -> .inner_state
-optax.conditionally_mask(APPLY, lambda step: step > 3) -> .inner_state
-optax.apply_if_finite(THEN, 3) -> .inner_state[0]
 optax.lookahead(THEN, 5, 0.5) -> .fast_state[0]
 optax.contrib.schedule_free(THEN, 0.1) -> .base_optimizer_state[0]
-optax.contrib.mechanize(THEN) -> .base_optimizer_state[0]
-optax.contrib.sam(THEN, SGD) -> .opt_state[0]
 optax.contrib.split_real_and_imaginary(THEN) -> is that
 """
 # The length of a window, and what it is made of.
 MADE = """
-made(0) -> V at least 1, but it is 0
 made(np.int32(0)) -> V at least 1
 made(2.0) -> T int or a function, but it is 2.0 of type float
 made(True) -> T True of type bool
 made(jnp.array(2)) -> T int or a function
 traced(lambda step: step / 2) -> T every_k_schedule must be an int, but it is float32[]
 traced(lambda step: jnp.stack([step] * 2)) -> T an int, but it is int32[2]
-traced(lambda step: step > 0) -> T an int, but it is bool[]
-started(lambda step: 2 * step) -> V at least 1, but it is 0
 started(opt=TX) -> V 2 x 2 = 4 micro-steps
 started(opt=OF_OPTAX) -> V it is an optax.MultiS
 chained(TX) -> V at [1] is that of a ga_optax.MultiSteps | k x (the inner k)
 chained(OF_OPTAX.gradient_transformation()) -> V at [1] | an optax.MultiSteps
 made(opt=optax.adam) -> T must be an optax
-made(opt=None) -> T must be an optax
 made(opt="adam") -> T must be an optax
 made(should_skip_update_fn=True) -> T should_skip_update_fn must be a function
 made(should_drop_window_fn=True) -> T should_drop_window_fn must be a function
 skips((jnp.ones(2, bool), ())) -> V boolean scalar | bool and shape (2,)
-skips((jnp.float32(1.0), ())) -> V boolean scalar | float32 and shape ()
 skips(jnp.array(True)) -> V the pair
 made(should_skip_update_fn=ga.drop_window_if_not_finite)
   -> V Pass should_drop_window_fn=ga_optax.drop_
 made(accumulator_dtype=jnp.int32) -> T floating dtype
-made(accumulator_dtype=jnp.complex64) -> T floating dtype
 made(accumulator_dtype="number") -> T floating dtype
 made(track_norm=1) -> T track_norm must be a Python bool
 made(opt=PLATEAU, mean_argnames="weight") -> V mean_argnames must name
 made(opt=PLATEAU, mean_argnames=("value", 3)) -> V mean_argnames must name
-made(opt=PLATEAU, mean_argnames=3) -> V mean_argnames must name
 """
 for _row in WITHIN.strip().splitlines():
     _opt, _, _at = _row.partition(" -> ")
@@ -530,14 +502,11 @@ for _word in ("k", "gradient_accumulation_steps", "num_microbatches", "tx"):
 for _call in ("started", "traced"):
     MADE += f"""
 {_call}(lambda step: 0) -> V every_k_schedule must be at least 1, but it is 0
-{_call}(lambda step: np.int64(0)) -> V at least 1, but it is 0
 {_call}(lambda step, k=jnp.int32(-3): k) -> V at least 1, but it is -3
 {_call}(lambda step: 2.5) -> T every_k_schedule must be an int, but it is 2.5
 {_call}(lambda step: np.array([2])) -> T an int, but it is array([2])
 {_call}(lambda step: jnp.ones(2)) -> T an int | jnp.int32(k)
 {_call}(lambda step: True) -> T an int | jnp.int32(k)
-{_call}(lambda step: None) -> T an int | jnp.int32(k)
-{_call}(lambda step: "2") -> T an int | jnp.int32(k)
 """
 
 ACROSS = """
@@ -551,11 +520,9 @@ apply(value=ONE, **AVERAGES) -> V value must be a scalar | (1,)
 apply(value=3.0, state=STATE, **AVERAGES)
   -> V must fit mean_argnames | while no window is open
 apply(**AVERAGES) -> T value must be a real | every call
-apply(value=None, **AVERAGES) -> T value must be a real | every call
 apply(value="3", **AVERAGES) -> T value must be a real | every call
 update(of_tx={"opt": PLATEAU}) -> T 'value'
 # One that is misspelt does not go to the optimizer in silence.
-update(weights=3.0) -> T 'weights' looks like 'weight'
 update(wieght=3.0) -> T 'wieght' looks like 'weight'
 apply(weights=3.0) -> T 'weights' looks like 'weight'
 apply(emits=3.0) -> T 'emits' looks like 'emit'
@@ -565,13 +532,10 @@ apply(PLAIN, loss=3.0) -> T plain GradientTransformation | 'loss'
 flush(INNER, loss=3.0) -> T plain GradientTransformation | 'loss'
 apply(optax.GradientTransformation(*TX), weight=2) -> T 'weight'
 apply(emit=1) -> T a Python bool, or a bool scalar
-apply(emit="yes") -> T a Python bool, or a bool scalar
 apply(emit=ONE > 0) -> T a Python bool, or a bool scalar
 apply(emit=jnp.int32(1)) -> T a Python bool, or a bool scalar
-apply(emit=np.bool_(1)) -> T a Python bool, or a bool scalar
 # States, and what only a MultiSteps can do.
 apply(SGD, weight=2.0) -> V there is none
-ga.stats(SGD.init(DENSE)) -> V there is none
 ga.stats({"mini_step": 1}) -> V there is none | restored without a target
 update(state=started(1), of_tx={"k": 4}) -> V every_k_schedule=1 | _replace
 apply(emit=False, **OF_ONE) -> V every_k_schedule=1
@@ -594,7 +558,6 @@ ga.apply_gradients(STATE, GRADS, TX, DENSE)
   -> T an optax.GradientTransformation | MultiStepsState | order is apply_gradients(tx
 ga.flush(STATE, TX, DENSE) -> T of type MultiStepsState
   | The order is apply_gradients(tx
-update(state=STATE._replace(counters=())) -> V counters | must be int32[4]
 update(state=STATE._replace(counters=STATE.counters[1:])) -> V must be int32[4]
 ga.from_optax(SGD.init(DENSE)) -> V there is none
 update(state=OF_OPTAX.init(DENSE)) -> T from_optax
@@ -653,14 +616,11 @@ added(spoilt(kernel=jnp.ones((2, 3), int))) -> T ['dense']['kernel'] | int32
 added(spoilt(bias=jnp.ones(3, "complex64"))) -> T ['dense']['bias'] | complex64
 added([ONE], None, (ONE,)) -> V containers differ
 added(weight=jnp.ones(2)) -> V scalar | (2,)
-added(weight=-1) -> V not negative | -1
 added(weight=float("nan")) -> V finite | nan
 added(weight=jnp.float32(-2.0)) -> V not negative | -2
 added(weight=1j) -> T complex
 added(weight=jnp.complex64(1)) -> T real number, but it has dtype complex64 | Pass the
-added(weight=jnp.array([True])) -> V scalar, but it has shape (1,)
 ga.accumulator.init(DENSE, jnp.int32) -> T floating dtype
-ga.accumulator.init(DENSE, jnp.complex64) -> T floating dtype
 ga.accumulator.init({"w": W, "f": jax.nn.relu}) -> T leaf ['f'] of params must be an arr
 continued(W, W) -> T must be the accumulator to continue
 continued(DENSE, OTHER) -> V ['dense']['kernel'] of the parameters
@@ -699,21 +659,15 @@ for _draw in ("window", "epoch"):
     FOLDS += f"""
 {_draw}(0, 100, 10, 3) -> V num_microbatches=3 must divide batch_size
 {_draw}(0, 100, 0, 1) -> V batch_size must be at least 1
-{_draw}(0, 0, 10, 1) -> V num_examples must be at least 1
 {_draw}(0, 2**31, 10, 1) -> V fit in an int32
-{_draw}(0, 100, 10, -1) -> V num_microbatches must be at least 1
 {_draw}(0, 100, 10.0, 1) -> T batch_size must be an int, but it is 10.0
 {_draw}(0, True, 10, 1) -> T num_examples must be an int
 {_draw}(-1, 100, 10, 1) -> V step must not be negative
 {_draw}(0.5, 100, 10, 1) -> T step must be an integer scalar
 {_draw}(np.arange(2), 100, 10, 1) -> T has shape (2,)
 {_draw}(2**32, 100, 10, 1) -> V must | from 0
-{_draw}(np.int64(2**32), 100, 10, 1) -> V must | from 0
-{_draw}(np.array(2**40), 100, 10, 1) -> V must | from 0
 {_draw}(np.int8(-1), 100, 10, 1) -> V must | from 0
 {_draw}(0, 10, 4, 2, key=None) -> T key must be one PRNG key | None | jax.random.key(0)
-{_draw}(0, 10, 4, 2, key=3) -> T key must be one PRNG key, but it is 3.
-  | Pass jax.random
 {_draw}(0, 10, 4, 2, key=W) -> T one PRNG key | np.float32(2.0).
   | Pass jax.random.key(0)
 """
@@ -813,14 +767,6 @@ def test_what_jax_says_of_fun_names_fun_and_no_line_of_ours(make):
         make(fun, 2)(W, X)
     assert f"fun at {__file__}:{fun.__code__.co_firstlineno}" in str(error.value)
     assert "ga_optax" not in str(error.value).replace(__file__, "")
-
-
-def test_a_loss_that_is_not_finite_is_that_of_the_whole_batch():
-    def fun(w, x):
-        return jnp.sum(x * w) / 0.0
-
-    step = ga.value_and_grad(fun, 2)
-    assert step(-W, X) == jax.value_and_grad(fun)(-W, X) == (-np.inf, np.inf)
 
 
 # -- Across calls: what is lost, and what is advised -----------------------------------

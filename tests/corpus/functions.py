@@ -155,32 +155,26 @@ def off(fun):
     return worst
 
 
-def whole(fun):
-    """What is computed whole, by its primitive."""
-    notes = partitioned(fun, arguments())[1].whole
-    return sorted({note.name.split(" of ")[0] for note in notes})
-
-
-def table():
-    """For each function its primitives that are computed whole, by axis."""
-    found, number = {}, 0
-    for name, f in functions():
-        by_axis = [[whole(fun) for fun in ways(f, axis)] for axis in AXES]
-        number += any(by_axis)
-        names = [sorted({x for each in of_axis for x in each}) for of_axis in by_axis]
-        if any(names):
-            found[name] = names
-    return found, number
+def whole(f):
+    """Primitives that are computed whole, by axis; none at all if no way is taken."""
+    found = []
+    for of_axis in (funs := [ways(f, axis) for axis in AXES]):
+        notes = [partitioned(fun, arguments())[1].whole for fun in of_axis]
+        names = {note.name.split(" of ")[0] for each in notes for note in each}
+        found.append(sorted(names))
+    return found if any(funs) else []
 
 
 def page():
     """docs/functions.md."""
-    found, number = table()
+    every = {name: found for name, f in functions() if (found := whole(f))}
+    rows = {name: found for name, found in every.items() if any(found)}
+    number = len(every) - len(rows)
     text = f"""# Functions that are computed whole
 
-Of {number} public functions of JAX {jax.__version__} and of `optax.losses`,
+Of {len(every)} public functions of JAX {jax.__version__} and of `optax.losses`,
 called in several ways with rows on axis 0 and on axis 1,
-{number - len(found)} are computed from the rows of a micro-batch, and from what these
+{number} are computed from the rows of a micro-batch, and from what these
 must know of the others. The rest are right, too, but some call of theirs is
 computed whole in each micro-batch, in the memory of all rows: what is
 computed so stands beside them. What to do: [Any loss](any_loss.md).
@@ -189,7 +183,7 @@ computed so stands beside them. What to do: [Any loss](any_loss.md).
 
 | function | rows on axis 0 | rows on axis 1 |
 | --- | --- | --- |"""
-    return "\n".join([text, *(_cells(*item) for item in found.items())])
+    return "\n".join([text, *(_cells(*item) for item in rows.items())])
 
 
 def row(name):
@@ -197,9 +191,7 @@ def row(name):
     [f] = [f for other, f in functions() if other == name]
     with jax.enable_x64(True), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        by_axis = [[whole(fun) for fun in ways(f, axis)] for axis in AXES]
-    names = [sorted({x for each in of_axis for x in each}) for of_axis in by_axis]
-    return _cells(name, names)
+        return _cells(name, whole(f))
 
 
 def _cells(name, by_axis):

@@ -8,15 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from corpus.rules import D
 
-from ga_optax._partition import (
-    PARTIAL,
-    WHOLE,
-    Argument,
-    Axis,
-    Rows,
-    partition,
-    table,
-)
+from ga_optax._partition import PARTIAL, WHOLE, Argument, Axis, Rows, partition, table
 from ga_optax._passes.rowwise import READ
 
 N, K = 12, 3

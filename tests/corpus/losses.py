@@ -270,17 +270,12 @@ def gradient_penalty(p, b):
 
 
 class Loss(NamedTuple):
-    """A loss of the corpus.
+    """A loss of the corpus, and what it costs."""
 
-    Attributes:
-      fun: it returns a number and aux.
-      passes: how often it runs forward, and backward.
-      share: its memory in parts of the undivided batch's, at most, where activations
-        are what takes memory.
-    """
-
-    fun: Callable
-    passes: tuple[int, int] = (1, 1)
+    fun: Callable  # returns a number and aux
+    passes: tuple[int, int] = (1, 1)  # how often it runs forward, and backward
+    # The memory, at most, in parts of that of the undivided batch, where activations
+    # are what takes memory.
     share: float = 0.3
 
     def value(self, p, b):

@@ -52,23 +52,14 @@ PLAIN = Insides(lambda f, k, axes: f, lambda f, **axes: f)
 
 
 class Program(NamedTuple):
-    """A random program.
-
-    Attributes:
-      seed: what it is drawn from.
-      length: how many steps it takes.
-      k: how many micro-batches, on a device.
-      devices: on how many devices, also.
-      ways: the functions that it goes through, of `WAYS`.
-      names: its steps, if they are not drawn.
-    """
+    """A random program, drawn from its seed."""
 
     seed: int
-    length: int = 1
-    k: int = 3
-    devices: int = 1
-    ways: tuple[str, ...] = ("window",)
-    names: tuple[str, ...] = ()
+    length: int = 1  # of its steps
+    k: int = 3  # micro-batches on a device
+    devices: int = 1  # on so many, too
+    ways: tuple[str, ...] = ("window",)  # of `WAYS`
+    names: tuple[str, ...] = ()  # of its steps, if they are not drawn
 
     def run(self, params, batch, insides=PLAIN):
         """The loss and its aux, and the steps."""

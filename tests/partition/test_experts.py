@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import error
+from helpers import error, temporaries
 from jax import lax
 
 import ga_optax as ga
+from ga_optax._partition import indexing
 from ga_optax._window import room
 
 K = 8
@@ -137,12 +138,18 @@ def test_experts_run_at_most_three_times_and_once_back(layer, how, monkeypatch):
     assert whole == ({"sort", "gather"} if layer is dropless else set())
 
 
-@pytest.mark.parametrize("how", HOWS)
-def test_all_micro_batches_share_one_run_of_the_experts(how):
-    def is_of_experts(x):  # a checkpoint has the line where it is called
-        return "dot_general" in x.name and ("(experts)" in x.line or "tanh" in x.name)
+@pytest.mark.cpu
+@pytest.mark.usefixtures("optax_promotion")
+def test_dropless_experts_take_the_memory_of_a_micro_batch(monkeypatch):
+    loss = loss_of(dropless, "Python")
+    params, x = arguments(1024, 1, 32, 128)
+    plain = jax.jit(jax.value_and_grad(loss))
+    undivided, one = (temporaries(plain, params, rows) for rows in (x, x[:128]))
 
-    report = ga.batch_dependencies(loss_of(added, how), K)(*arguments(256, 2))
-    runs = [x.name for x in report.stages if any(map(is_of_experts, x.computes))]
-    assert len(runs) == 4
-    assert all("shared" in name for name in runs)
+    def needs():
+        return temporaries(jax.jit(ga.value_and_grad(loss, 8)), params, x)
+
+    rows = 4 * x.nbytes  # sorted and back, and their cotangents
+    assert needs() < one + rows < undivided / 2
+    monkeypatch.setattr(indexing, "reorders", lambda *args: False)
+    assert needs() > 0.8 * undivided

@@ -61,11 +61,7 @@ def by_an_array(g):
 
 RULES = {
     # The cotangent of what is whole is of all rows.
-    "a maximum": product(lambda h, s, g: (g * s, largest(g))),
     "extrema": product(lambda h, s, g: (g * s, g.min() + jnp.abs(g).max(0).sum())),
-    "what goes in": with_rule(
-        lambda h, s: (h * s, (s, largest(h))), lambda r, g: (g * r[0], r[1] + 2 * r[0])
-    ),
     "of both": with_rule(
         lambda h, s: (h * s, (s, largest(h))),
         lambda r, g: (g * r[0], r[1] * largest(g)),
@@ -77,11 +73,9 @@ RULES = {
     # That of rows is.
     "centred": product_of(lambda h, s, g: g - g.mean(0)),
     "centred and clipped": product_of(lambda h, s, g: jnp.clip(g - g.mean(0), -0.1, 1)),
-    "two levels": product_of(lambda h, s, g: normed(g)),
     "two levels and a maximum": product(
         lambda h, s, g: (normed(g) * s, largest(g - g.mean(0)) + s)
     ),
-    "by the largest": product_of(lambda h, s, g: g / largest(g)),
     "a clipped norm": product_of(
         lambda h, s, g: g * jnp.minimum(1, 0.01 / jnp.linalg.norm(g))
     ),
@@ -99,10 +93,6 @@ RULES = {
     ),
     "a scan": with_rule(
         lambda h, s: (lax.scan(turned, h * s, None, 3)[0], (h, s)),
-        lambda r, g: (g * r[1], jnp.sum(g * r[0])),
-    ),
-    "a number that nobody reads": with_rule(
-        lambda h, s: (h * s, (h, s, jnp.max(h))),
         lambda r, g: (g * r[1], jnp.sum(g * r[0])),
     ),
     "an array": with_rule(
@@ -213,50 +203,19 @@ def test_an_array_that_a_rule_closes_over_is_a_constant_of_its_program(name):
     assert not part.meets
 
 
+NAMES = "layers, of both", "layers, two levels and a maximum", "layers, a clipped norm"
+NAMES += "result, a clipped sum", "scan, of both"
+
+
 @pytest.mark.grid(2, 5)
 @pytest.mark.usefixtures("fast_compilation")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "layers, of both",
-        "layers, two levels and a maximum",
-        "result, a clipped sum",
-        "layers, by the largest",
-        "scan, of both",
-    ],
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_rows_of_other_devices_and_levels_without_room_meet_in_a_rule(name):
-    fun = LOSSES[name]
+    fun, mesh = LOSSES[name], mesh_of(2)
+    options = {"residual_bytes": 0, "accumulator_dtype": "float64"}
+    options["data_axis"] = ga.DataAxis("data", mesh=mesh)
     with jax.enable_x64(True):
-        p, x = arguments()
-        want = undivided(fun)(p, x)
-        mesh = mesh_of(2)
-        args = put((p, x), mesh, (P(), P("data")))
-        for options in ({"data_axis": ga.DataAxis("data", mesh=mesh)}, {}):
-            more = {"residual_bytes": 0, "accumulator_dtype": "float64"}
-            step = ga.value_and_grad(fun, K, **more, **options)
-            assert off(jax.jit(step)(*args), want) < BOUND
-        mean = undivided(ga.microbatch(fun, K))
-        assert off(mean(p, x), want) < BOUND
-
-
-def energy(p, x):
-    """The mean of local energies, whose gradient is centred."""
-
-    def log_psi(p):
-        return jnp.tanh(x @ p["w"][0]).sum(1) * p["s"][0]
-
-    local = jnp.sum(x**2, 1) + log_psi(p) ** 2
-    return local.mean(), local, log_psi
-
-
-@jax.custom_jvp
-def variational(p, x):
-    return energy(p, x)[0]
-
-
-@variational.defjvp
-def _(primals, tangents):
-    mean, local, log_psi = energy(*primals)
-    moves = jax.jvp(log_psi, primals[:1], tangents[:1])[1]
-    return mean, 2 * jnp.mean((local - mean) * moves)
+        args = put(arguments(), mesh, (P(), P("data")))
+        want = undivided(fun)(*arguments())
+        assert off(jax.jit(ga.value_and_grad(fun, K, **options))(*args), want) < BOUND
+        assert off(undivided(ga.microbatch(fun, K))(*arguments()), want) < BOUND

@@ -1,14 +1,12 @@
-"""Products of groups of rows, and experts that get all rows sent to them (dropless)."""
+"""Products of groups of rows, wherever the rows of a batch are."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import error, temporaries
+from helpers import error
 from jax import lax
 
 import ga_optax as ga
-from ga_optax._partition import indexing
 
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion", "float64"),
@@ -19,11 +17,11 @@ BOUND = 1e-12  # in float64: sums of at most some hundred terms
 SIZES = [(5, 0, 7, 4), (1, 2, 3, 2), (16, 0, 0, 0), (0, 0, 0, 0)]
 
 
-def arguments(n=N, width=D, hidden=H):
+def arguments():
     rng = np.random.default_rng(0)
-    shapes = (width, E), (E, width, hidden), (E, hidden, width)
+    shapes = (D, E), (E, D, H), (E, H, D)
     params = [jnp.asarray(rng.normal(size=s) / s[-1] ** 0.5) for s in shapes]
-    return params, jnp.asarray(rng.normal(size=(n, width)))
+    return params, jnp.asarray(rng.normal(size=(N, D)))
 
 
 def ragged(left, right, sizes, dots, ragged=0, group=(0,)):
@@ -84,27 +82,3 @@ def test_products_of_groups_are_those_of_the_whole_batch(name, sizes):
     assert error(loss, K, *arguments(), **WIDE) < BOUND
     found = ga.batch_dependencies(loss, K)(*arguments())
     assert "ragged_dot_general" not in {note.name for note in found.whole}
-
-
-def dropless(p, x):
-    """Rows sorted by their experts, multiplied by groups, and put back."""
-    gates = jax.nn.softmax(x @ p[0])
-    expert = gates.argmax(1)
-    order = jnp.argsort(expert)
-    h = layers(p, x[order], jnp.bincount(expert, length=E))
-    return (h[jnp.argsort(order)] ** 2 * gates.max(1, keepdims=True)).mean()
-
-
-@pytest.mark.cpu
-def test_dropless_experts_take_the_memory_of_a_micro_batch(monkeypatch):
-    params, x = jax.tree.map(jnp.float32, arguments(1024, 32, 128))
-    plain = jax.jit(jax.value_and_grad(dropless))
-    undivided, one = (temporaries(plain, params, rows) for rows in (x, x[:128]))
-
-    def needs():
-        return temporaries(jax.jit(ga.value_and_grad(dropless, 8)), params, x)
-
-    rows = 4 * x.nbytes  # sorted and back, and their cotangents
-    assert needs() < one + rows < undivided / 2
-    monkeypatch.setattr(indexing, "reorders", lambda *args: False)
-    assert needs() > 0.8 * undivided

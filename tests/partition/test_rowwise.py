@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import bits, mesh_of, normal, off, put, refusals, ruled, says, temporaries
+from helpers import bits, mesh_of, normal, off, refusals, ruled, says, temporaries
 from jax.extend import core
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
@@ -52,11 +52,6 @@ def dropless(x, router, experts):
     found = jax.lax.ragged_dot(tokens[order], experts, sizes.astype(jnp.int32))
     found = jnp.zeros_like(found).at[order].set(found)
     return (found * jnp.max(gates, axis=1, keepdims=True)).reshape(x.shape)
-
-
-def with_closure(p, x, promise):
-    layer = promise(lambda x: dropless(x, p["router"], p["experts"]))
-    return ends(x + layer(x))
 
 
 def in_layers(p, x, promise):
@@ -135,8 +130,8 @@ def clips(p, x, promise):
     return jnp.mean(h**2) + jnp.mean(h - h.mean(0)) ** 2 + jnp.std(h)
 
 
-LOSSES = (with_closure, in_layers, mapped_rows, clips)
-LOSSES = {f.__name__: f for f in (*LOSSES, gradient_inside, callback, custom_call)}
+LOSSES = (in_layers, mapped_rows, clips, gradient_inside, callback, custom_call)
+LOSSES = {f.__name__: f for f in LOSSES}
 
 
 def of(name, promise=ga.rowwise):
@@ -171,22 +166,6 @@ def test_it_takes_the_memory_of_micro_batches_by_themselves(name):
     if name in ("callback", "custom_call"):  # the twin: without a promise
         found = ga.batch_dependencies(fun, K)(*args)
         assert (bool(found.whole), found.promised) == (True, [])
-
-
-@FAST
-@pytest.mark.grid(1, 2)
-@pytest.mark.parametrize("name", ["with_closure", "gradient_inside"])
-def test_on_a_mesh_it_is_the_same(name):
-    mesh = mesh_of()
-    params, x = arguments()
-    want = jax.jit(jax.value_and_grad(of(name, as_it_is)))(params, x)
-    axis = ga.DataAxis("data", mesh=mesh)
-    step = ga.value_and_grad(of(name), 2, data_axis=axis)
-    assert off(jax.jit(step)(params, put(x, mesh, P("data"))), want) < BOUND
-    step = ga.value_and_grad(of(name), 2, data_axis="data")
-    specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": False}
-    region = jax.shard_map(step, mesh=mesh, **specs)
-    assert off(jax.jit(region)(params, x), want) < BOUND
 
 
 @jax.tree_util.register_dataclass
@@ -266,9 +245,7 @@ def function(x, w):
 
 UNDER = {
     "nothing": lambda f: f,
-    "jit": jax.jit,
     "vmap": lambda f: jax.vmap(f, (1, None), 1),
-    "grad": lambda f: jax.grad(lambda x, w: f(x, w).sum(), (0, 1)),
     "checkpoint": lambda f: jax.grad(
         lambda x, w: jax.checkpoint(f)(x, w).sum(), (0, 1)
     ),
@@ -302,18 +279,9 @@ def by_row(h):
     return (h - h.mean(1, keepdims=True)) / jnp.sqrt(h.var(1, keepdims=True) + 1e-3)
 
 
-def at_top(w, x):
+def broken(w, x):
     h = ga.rowwise(by_row)(x @ w)
     return jnp.mean(ga.rowwise(normalised)(h) ** 2 * jnp.arange(4.0))
-
-
-def in_a_scan(w, x):
-    @jax.checkpoint
-    def layer(h, _):
-        return ga.rowwise(normalised)(ga.rowwise(by_row)(h @ w)), None
-
-    h, _ = jax.lax.scan(layer, x, length=2)
-    return jnp.mean(h**2 * jnp.arange(4.0))
 
 
 FEW = normal(4, 4), normal(16, 4)
@@ -321,11 +289,10 @@ FEW = normal(4, 4), normal(16, 4)
 
 @FAST
 @pytest.mark.slow
-@pytest.mark.parametrize("fun", [at_top, in_a_scan])
-def test_a_broken_promise_is_found_by_numbers_and_named(fun):
-    got, want = ga.value_and_grad(fun, 4)(*FEW), jax.value_and_grad(fun)(*FEW)
+def test_a_broken_promise_is_found_by_numbers_and_named():
+    got, want = ga.value_and_grad(broken, 4)(*FEW), jax.value_and_grad(broken)(*FEW)
     assert off(got, want) > 0.1
-    report = ga.verify(fun, *FEW, 4)
+    report = ga.verify(broken, *FEW, 4)
     assert (report.ok, report.cause) == (False, ga.Cause.PROMISE)
     assert re.search(r"test_rowwise.py:\d+:\d+ \(normalised\)", report.message)
     assert "by_row" not in report.message

@@ -206,15 +206,9 @@ MOVES = {
     "halves": lambda h, w: _half(h)[0] * _half(h)[1],
     "halves of two views": lambda h, w: _half(jnp.concatenate([h, jnp.sin(h)]))[1] * h,
     "swapped halves": lambda h, w: h * jnp.concatenate(_half(h)[::-1]),
-    "strided": lambda h, w: h[::2] * jnp.tanh(h[1::2] @ w),
-    "differences": lambda h, w: jnp.tanh(h[1:] @ w) - h[:-1],
-    "next rows": lambda h, w: jax.nn.softmax(h[:-1] @ h[1:].T),
-    "next sums": lambda h, w: h[1:].sum(0) * h[:-1].T.sum(1) + h[2:].max(0),
-    "next labels": lambda h, w: h[1:][jnp.arange(len(h) - 1), 1] * h[:-1].mean(1),
     "dropped": lambda h, w: (
         h[1:] * jax.random.bernoulli(jax.random.key(1), 0.7, h[1:].shape)
     ),
-    "running": lambda h, w: jnp.cumsum(h[1:], 0),
     "rows and columns": lambda h, w: jnp.pad(h[1:, 1:], ((0, 1), (1, 2)))[::-1, ::-1],
     "rows and columns of a mask": lambda h, w: jnp.where(
         jax.lax.pad(h > 0, False, ((1, -1, 0), (-1, 1, 0))), h @ w, h
@@ -224,16 +218,12 @@ MOVES = {
     ),
     "rows that are none": lambda h, w: jnp.concatenate([h[:0], h @ w, w[:0]]),
     "an edge of columns": lambda h, w: jnp.pad(h, ((0, 0), (1, 0)), "edge")[:, 1:] @ w,
-    "sums over columns that are none": lambda h, w: (
-        h * (h[:, D:] @ h[:, D:].T).sum(1, keepdims=True) + h[:0].max(1).sum()
-    ),
     "roll": lambda h, w: h * jnp.roll(h, 1, 0),
     "roll far": lambda h, w: h * jnp.roll(h, -5, (0, 1)),
     "pad": lambda h, w: h * jnp.pad(h, ((1, 0), (0, 0)))[:-1],
     "pad far": lambda h, w: h * jnp.pad(h, ((4, 0), (0, 0)))[:-4],
     "of two": lambda h, w: h * jnp.concatenate([jnp.sin(h)[5:], h[:5]]),
     "queue": lambda h, w: jax.nn.softmax(h @ jnp.concatenate([h, w, w[:1]]).T),
-    "repeat": lambda h, w: jnp.repeat(h, 2, 0) @ w,
     "scan by doubling": lambda h, w: jax.lax.associative_scan(
         _turned, (0.9 * jnp.ones_like(h), h)
     )[1],
@@ -291,10 +281,6 @@ def test_rows_that_move_are_stored_as_they_were_or_not_at_all(name, copies):
     stacks = [m.type.shape for m in found.meetings if m.kind == "stack"]
     of_all = [x for x in found.kept if x.kind == "shared" and x.shape]
     assert (stacks, of_all) == ([(N // 4, D)] * copies, [])
-
-
-def test_indices_of_rows_stay_with_them_under_vmap():
-    assert dependencies(MOVES["sorted, along directions"]).whole == []
 
 
 def clipped_mean(kernel, x):

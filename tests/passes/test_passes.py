@@ -108,24 +108,14 @@ def test_checkify_sees_into_the_loop(jits, monkeypatch):
 
 
 class Example(NamedTuple):
-    """A loss for which a pass does something.
+    """A loss for which a pass does something."""
 
-    Attributes:
-      loss: of a stack of matrices, and rows.
-      kept: one of which it leaves something alone.
-      why: how the log says so.
-      options: of the call.
-      eps: of the dtype in which the loss computes.
-      refs: whether the pass needs references.
-      make: the function of the library.
-    """
-
-    loss: Any
-    kept: Any
-    why: str
+    loss: Any  # of a stack of matrices, and rows
+    kept: Any  # one of which it leaves something alone
+    why: str  # how the log says so
     options: dict = {}  # noqa: RUF012
-    eps: float = float(np.finfo(np.float32).eps)
-    refs: bool = False
+    eps: float = float(np.finfo(np.float32).eps)  # of the dtype of the loss
+    refs: bool = False  # True if the pass needs references
     make: Any = ga.value_and_grad
 
 

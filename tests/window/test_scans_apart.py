@@ -6,17 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from corpus import scans
-from corpus.scans import (
-    BODIES,
-    BOUND,
-    ON_THE_SIDE,
-    How,
-    K,
-    arguments,
-    decoder,
-    loss_of,
-    nothing,
-)
+from corpus.scans import BODIES, BOUND, How, K, arguments, loss_of
 from helpers import error, temporaries
 from helpers import mean_of as by_themselves
 
@@ -90,7 +80,7 @@ def step(loss, **options):
 
 
 def lines(layers):
-    loss, args = decoder(layers, nothing)
+    loss, args = scans.decoder(layers, scans.nothing)
     return len(step(loss).lower(*args).as_text().splitlines())
 
 
@@ -115,7 +105,7 @@ def test_a_program_has_as_many_lines_at_any_length(monkeypatch):
 @pytest.mark.parametrize("layers", [6, 32, 48])
 def test_it_takes_the_temporaries_of_plain_micro_batches(layers):
     """1.05 to 1.08 of them: the rest is what the experts' shares are at all layers."""
-    loss, args = decoder(layers, nothing)
+    loss, args = scans.decoder(layers, scans.nothing)
     plain = temporaries(jax.jit(by_themselves(loss, K)), *args)
     assert temporaries(step(loss), *args) < 1.1 * plain
 
@@ -150,7 +140,7 @@ def test_rows_that_meet_in_the_carry_are_computed_whole_in_a_long_scan(body):
     assert size > 65 * 2 * scans.N * scans.D  # it is not its results alone
 
 
-@by_name("body", [*ON_THE_SIDE, scans.nested])
+@by_name("body", [*scans.ON_THE_SIDE, scans.nested])
 def test_rows_that_meet_on_the_side_never_are(body):
     assert whole(body, 65) == []
 
