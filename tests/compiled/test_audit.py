@@ -92,6 +92,7 @@ def sliced_pair(kept):
 KEEPS = "%f = f32[2,4] fusion(%p), kind=kCustom, calls=%kept"
 KEEPS_TWO = "%f = (f32[8,4], f32[8,4]) fusion(%p, %p), kind=kCustom, calls=%kept"
 TYPED = "%c = f32[8,4] all-reduce(f32[8,4]{1,0} %p), replica_groups={}"
+AND_FLAGS = "%c = (f32[8,4]{1,0}, /*index=1*/pred[16]{0}) "
 AND_HALF = "%c = (f32[8,4]{1,0}, /*index=1*/bf16[10]{0}) "
 GATHERS = "%s = (f32[8,4]{1,0}, f32[16,4]{1,0}) all-gather-start(%p), "
 LATER = [
@@ -107,6 +108,10 @@ FORMS = [
     (
         *("all-reduce", 128 + 20),
         ["%q = bf16[10]{0} parameter(1)", AND_HALF + REDUCED.replace("%p", "%p, %q")],
+    ),
+    (
+        *("all-reduce", 128 + 16),
+        ["%q = pred[16]{0} parameter(1)", AND_FLAGS + REDUCED.replace("%p", "%p, %q")],
     ),
     # Asynchronous: a pair, and a call of what it wraps.
     (

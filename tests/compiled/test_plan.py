@@ -35,6 +35,9 @@ def test_it_predicts_the_program_that_it_names_and_nothing_runs():
     # The twin: one byte less is too little.
     with pytest.raises(ga.NothingFitsError):
         ga.plan(lambda k: jitted, *args, **options | {"memory_limit": found.bytes - 1})
+    jax.clear_caches()  # else the step is not traced
+    with pytest.raises(ValueError, match="number of rows .* is 1000, .* batch of 1024"):
+        ga.plan(lambda k: jitted, *args, **options | {"batch_size": 1000})
 
 
 OTHERS = {"argument": 60, "output": 40, "alias": 30}
@@ -135,6 +138,9 @@ def test_what_no_candidate_can_do_is_an_error_with_its_cause():
     with pytest.raises(ValueError, match=r"all 7 .* with KeyError: 'image'") as info:
         plan_of(100, dict.fromkeys(CANDIDATES, error))
     assert info.value.__cause__ is error
+    least = r"smallest need is 170 B \(170 bytes\), with num_microbatches=64"
+    with pytest.raises(ga.NothingFitsError, match=least):
+        plan_of(100)
     no_room = RuntimeError("RESOURCE_EXHAUSTED: 48.03G exceeds available HBM (15.75G)")
     with pytest.raises(ga.NothingFitsError, match=r"(?s)compiler says .*Nothing fits"):
         plan_of(100, dict.fromkeys(CANDIDATES, no_room))

@@ -113,7 +113,10 @@ REDUCTIONS = {
     "reduce_xor": "jnp.bitwise_xor.reduce(ids * 3)",
     "argmax": "h.argmax(0)",
     "argmin": "h.argmin(0)",
-    "psum": "of_a_vmap(lax.psum, h)",
+    "psum": [
+        "of_a_vmap(lax.psum, h)",
+        "jax.vmap(lambda x: lax.psum(x, 'i'), axis_name='i', out_axes=None)(h.T)",
+    ],
     "pmax": "of_a_vmap(lax.pmax, lax.stop_gradient(h))",
     "pmin": "of_a_vmap(lax.pmin, lax.stop_gradient(h))",
     "cumsum": ["jnp.cumsum(h, 0)", "lax.cumsum(h, 0, reverse=True)"],
