@@ -388,6 +388,16 @@ def test_accumulate_stays_on_the_device_until_the_merge():
     assert_close(grads, whole_batch(token_loss)[1])
 
 
+def test_at_top_level_calls_count_micro_steps_and_go_on_counting():
+    axis = ga.DataAxis("data", mesh=mesh_of(8))
+    add = jax.jit(ga.accumulate(lambda w, x: w * jnp.mean(x), 2, data_axis=axis))
+    w, x = jnp.float32(2), jnp.arange(32.0)
+    _, acc = add(ga.accumulator.init(w), w, x)
+    _, acc = add(acc, w, x)
+    assert (int(acc.count), float(acc.weight)) == (4, 4 * 8)
+    assert float(ga.accumulator.mean(acc)) == 15.5
+
+
 @pytest.mark.quick
 def test_what_empty_accumulators_of_devices_hold_is_not_merged():
     def merged(x, count):
