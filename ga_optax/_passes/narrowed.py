@@ -58,12 +58,15 @@ def _is_carried(equation: core.JaxprEqn, i: int) -> bool:
 
 
 def _narrower(equation: core.JaxprEqn) -> np.dtype | None:
-    """The dtype of a cast to fewer bits; None for any other equation."""
+    """The dtype of a cast to fewer bits; None for any other equation.
+
+    And None for 8 bits, which not every network carries.
+    """
     if equation.primitive.name != CAST or equation.params["sharding"] is not None:
         return None
     before: Any = equation.invars[0].aval
     after: Any = equation.outvars[0].aval
-    is_narrower = after.dtype.itemsize < before.dtype.itemsize
+    is_narrower = 2 <= after.dtype.itemsize < before.dtype.itemsize
     return after.dtype if is_narrower and read.is_inexact(after) else None
 
 

@@ -304,6 +304,7 @@ READERS = {  # of a parameter, with the dtype of the parameter on the network
     ),
     "as it is, too": (lambda w, x: x @ _low(w) + _low(jnp.sum(w)), "f32"),
     "in two dtypes": (lambda w, x: x @ _low(w) @ _low(w.astype(jnp.float16)), "f32"),
+    "in 8 bits": (lambda w, x: x @ _low(w.astype(jnp.float8_e5m2)), "f32"),
     "in a branch": (
         lambda w, x: x @ jax.lax.cond(x[0, 0] > 0, _low, lambda w: -_low(w), w),
         "f32",
