@@ -10,6 +10,7 @@ import collections
 import graphlib
 import io
 import pathlib
+import re
 import tokenize
 
 import pytest
@@ -191,6 +192,22 @@ def test_imports_stand_at_the_top():
         if isinstance(x, ast.Import | ast.ImportFrom)
     ]
     assert inside == []
+
+
+@pytest.mark.quick
+def test_every_private_function_is_named_where_it_is_used():
+    """One that a decorator registers is used by that."""
+    words = collections.Counter(re.findall(r"\w+", "\n".join(modules().values())))
+    defined = [
+        node
+        for text in modules().values()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+    ]
+    private = [x.name for x in defined if x.name[:1] == "_" != x.name[1:2]]
+    registered = {x.name for x in defined if x.decorator_list}
+    assert len(private) > 500
+    assert [x for x in private if words[x] < 2 and x not in registered] == []
 
 
 def test_the_tables_for_contributors_name_every_folder():
