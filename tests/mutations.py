@@ -176,10 +176,12 @@ FAULTS = """
 + def _looked_up(...): return None
 @ _passes/narrowed.py: test_devices
 * a parameter that is read as it is comes in low precision
--             found.add(_narrower(equation))
-+             found |= {_narrower(equation)} - {None}
+- if use is None:
+-         return None
+-     equation, i = use
++ equation, i = use or read.uses(jaxpr, x)[0]
 * parameters are cast after they are gathered
-- return program._replace(jaxpr=_taking(jaxpr, dtypes)) if dtypes else program
+- return program._replace(jaxpr=jaxpr)
 + return program
 @ _calls/accumulate.py: test_devices
 * a call on a mesh counts as one micro-step
@@ -187,8 +189,8 @@ FAULTS = """
 + count = jnp.full_like(acc.count, 1)
 @ _calls/call.py: test_devices
 * a parameter in low precision is that of the first device alone
-- [params[i]] = collectives.gather([part], [place])
-+ params[i] = jnp.concatenate([part] * (x.size // part.size), place.dims[0][0])
+- [params[i]] = collectives.gather([low], [place])
++ params[i] = jnp.concatenate([low] * (x.size // low.size), place.dims[0][0])
 @ _passes/shards.py: test_law_devices
 * a frozen argument that is gathered whole
 + def _is_split(...): return False

@@ -36,7 +36,8 @@ class Call(NamedTuple):
       batch_axes: along which axis each leaf of the batch arguments is split; None if
         it goes to each micro-batch whole, as it came.
       devices: the devices.
-      parts: the parameters of this device before they are gathered, if they are.
+      held: the parameters as this device holds them, before they are gathered; () if
+        they are not.
       rows: how many leaves of the batch are differentiated, too: the first of them.
       sums: True if gradients come in the dtypes of their sums.
       labels: True if equations carry what a micro-batch holds of each result.
@@ -48,7 +49,7 @@ class Call(NamedTuple):
     roles: dict[str, tuple[Argument, ...]]
     batch_axes: Sequence[int | None] = ()
     devices: Devices = Devices()
-    parts: Sequence[Any] = ()
+    held: Sequence[Any] = ()
     rows: int = 0
     sums: bool = False
     labels: bool = False
@@ -174,9 +175,9 @@ class Call(NamedTuple):
         """The devices, as far as a loop has to know them."""
         names, devices = [name for name, _ in named_leaves(self.params)], self.devices
         # Logical devices have the same bits with parameters that lie whole.
-        own = devices.params if self.parts and not devices.logical else ()
+        own = devices.params if self.held and not devices.logical else ()
         gathered = [bool(place.dims) for place in own]
-        return devices.where(names)._replace(gathered_params=gathered)
+        return devices.where(names)._replace(gathered_once=gathered)
 
     def params_of(self, program: core.Jaxpr) -> list[jax.Array]:
         """The parameters, in the dtypes that a program takes.
@@ -188,8 +189,8 @@ class Call(NamedTuple):
         for i, x in enumerate(params):
             aval: Any = program.invars[i].aval
             if aval.dtype != x.dtype:
-                part, place = self.parts[i].astype(aval.dtype), self.devices.params[i]
-                [params[i]] = collectives.gather([part], [place])
+                low, place = self.held[i].astype(aval.dtype), self.devices.params[i]
+                [params[i]] = collectives.gather([low], [place])
         return params
 
     def split(self, strided: bool | None) -> list[jax.Array]:
@@ -215,7 +216,7 @@ class Call(NamedTuple):
 
         args = tuple(map(renewed, self.args))
         kwargs = {i: renewed(x) for i, x in self.kwargs.items()}
-        return self._replace(args=args, kwargs=kwargs, parts=())
+        return self._replace(args=args, kwargs=kwargs, held=())
 
     def on_device(self) -> "Call":
         """The same call, with the arguments of every role as this device has them.
@@ -226,15 +227,15 @@ class Call(NamedTuple):
         if not axes:
             return self
         new = {role: collectives.vary(self.leaves(role), axes) for role in self.roles}
-        parts = list(new["argnums"].values())
-        params = collectives.gather(parts, devices.params)
+        held = list(new["argnums"].values())
+        params = collectives.gather(held, devices.params)
         new["argnums"] = dict(zip(new["argnums"], params, strict=True))
         if not devices.logical:
             device = jax.lax.axis_index(axes)
             keys = new["rng_argnums"].items()
             new["rng_argnums"] = {n: jax.random.fold_in(k, device) for n, k in keys}
         call = self.with_leaves(dict(collections.ChainMap(*new.values())))
-        return call._replace(parts=parts)
+        return call._replace(held=held)
 
 
 def _is_integer(x: Any) -> bool:

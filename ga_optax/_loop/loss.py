@@ -91,7 +91,7 @@ class DeviceContext(NamedTuple):
       scattered: the gradients that are scattered before they are added, and how.
       logical: the number of devices that this device stands for; 0 for itself alone.
       gathered: how parameters are sharded that every micro-step gathers; or None.
-      gathered_params: for each parameter, True if it is gathered before the loop, and
+      gathered_once: for each parameter, True if it is gathered before the loop, and
         may come in lower precision.
       shards: the parts of constants that are gathered where they are used, by the ids
         of the constants.
@@ -106,7 +106,7 @@ class DeviceContext(NamedTuple):
     scattered: Mapping[int, Placement] = types.MappingProxyType({})
     logical: int = 0
     gathered: ParamSharding | None = None
-    gathered_params: Sequence[bool] = ()
+    gathered_once: Sequence[bool] = ()
     shards: Mapping[int, Any] = types.MappingProxyType({})
     window: Sequence[tuple[str, int]] = ()
     split_by_compiler: bool | None = False
@@ -133,7 +133,7 @@ def run_passes(
         num_params=number,
         adds_in_place=in_place.can_add(program.jaxpr, multiplies),
         param_sharding=devices.gathered,
-        gathered_params=devices.gathered_params,
+        gathered_once=devices.gathered_once,
         shards=devices.shards,
         window=devices.window,
     )

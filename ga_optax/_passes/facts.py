@@ -28,7 +28,7 @@ class Facts(NamedTuple):
       num_params: the number of parameters; they are the program's first arguments.
       adds_in_place: True if gradients may be added inside the backward pass.
       param_sharding: the sharding of parameters that are gathered where they are used.
-      gathered_params: for each parameter, True if it is gathered before the loop.
+      gathered_once: for each parameter, True if it is gathered before the loop.
       shards: the parts of constants that are gathered where they are used, by the ids
         of the constants.
       window: the axis over which rows meet, if there is one, and its size.
@@ -43,7 +43,7 @@ class Facts(NamedTuple):
     num_params: int = 0
     adds_in_place: bool = False
     param_sharding: ParamSharding | None = None
-    gathered_params: Sequence[bool] = ()
+    gathered_once: Sequence[bool] = ()
     shards: Mapping[int, Any] = types.MappingProxyType({})
     window: Sequence[tuple[str, int]] = ()
     sliced: Sequence[bool] = ()

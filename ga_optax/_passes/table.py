@@ -5,7 +5,7 @@
 | `fun`         | constants  | same bits in every   | computes tables before the loop |
 |               |            | grouping             |                                 |
 | `fun`         | casts      | same bits            | casts parameters by layer       |
-| `fun`         | narrowed   | same bits            | casts sharded parameters before |
+| `fun`         | narrowed   | same to rounding     | casts sharded parameters before |
 |               |            |                      | they are gathered               |
 | sharded `fun` | gathered   | same to rounding     | gathers parameters at their use |
 | sharded `fun` | shards     | same to rounding     | gathers other arrays at their   |
@@ -66,9 +66,9 @@ PASSES = (
     Pass(
         "narrowed",
         "fun",
-        "same bits",
+        "same to rounding",
         narrowed.narrowed,
-        lambda facts: any(facts.gathered_params),
+        lambda facts: any(facts.gathered_once),
     ),
     Pass("gathered", "sharded fun", "same to rounding", gathered.gathered),
     Pass(

@@ -292,12 +292,18 @@ def _thrice(step, start, xs=None):
     return jax.lax.scan(lambda h, x: (step(h, x), None), start, xs, length=length)[0]
 
 
+def _twice(x, w):
+    return x @ w @ w
+
+
 READERS = {  # of a parameter, with the dtype of the parameter on the network
     "in a function": (lambda w, x: jax.jit(lambda w: x @ _low(w))(w), "bf16"),
     "again": (lambda w, x: jax.checkpoint(lambda w: x @ _low(w))(w), "bf16"),
-    "twice": (lambda w, x: x @ _low(w) @ _low(w), "bf16"),
+    "twice": (lambda w, x: _twice(x, _low(w)), "bf16"),
     "by layer": (lambda w, x: _thrice(lambda h, w: h * _low(w)[None], x, w), "bf16"),
-    "in each layer": (lambda w, x: _thrice(lambda h, _: h @ _low(w), x), "bf16"),
+    # Several casts: their gradients are added up in float32.
+    "by two casts": (lambda w, x: x @ _low(w) @ _low(w), "f32"),
+    "in each layer": (lambda w, x: _thrice(lambda h, _: h @ _low(w), x), "f32"),
     "in a carry": (
         lambda w, x: _thrice(lambda c, _: (c[0] @ _low(c[1]), -c[1]), (x, w))[0],
         "f32",

@@ -201,7 +201,7 @@ EXAMPLES = {  # a pass without one fails
     "narrowed": Example(
         in_bfloat16,
         cast_and_read,
-        "not cast to one dtype",
+        "not one cast alone",
         over_devices(param_specs=P(None, "data")),
         eps=LOW,
     ),
