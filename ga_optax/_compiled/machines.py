@@ -2,7 +2,7 @@
 
 `jax.experimental.topologies` describes the devices of a machine. A program can be
 compiled for them and its memory read, but nothing runs. The compilers for TPUs and for
-NVIDIA GPUs are separate packages, which the extras of this package install.
+NVIDIA GPUs are separate packages, which extras of jax install.
 """
 
 import contextlib
@@ -20,13 +20,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 # GiB of a device that a program may use, from the error of libtpu 0.0.50 for a larger
 # program.
 _TPUS = {"v5e": 15.75, "v5p": 95.73, "v6e": 31.24, "tpu7x": 94.74}
-# The compiler's description of a GPU, from NVIDIA's data sheets: full name, compute
+# The compiler's description of a GPU, from NVIDIA's data sheets and, of a B200, from
+# OpenXLA's (xla/backends/gpu/target_config/specs/b200.txtpb): full name, compute
 # capability, multiprocessors, lanes of each, clock (GHz), L2 cache (MiB), bandwidth and
 # memory (bytes), and shared memory of a multiprocessor (KiB).
 _GPUS: dict[str, tuple[Any, ...]] = {
     "a100": ("A100-SXM4-80GB", 8, 108, 64, 1.41, 40, 2.04e12, 85100068864, 164),
     "h100": ("H100 80GB HBM3", 9, 132, 128, 1.98, 50, 3.35e12, 84929347584, 228),
     "h200": ("H200", 9, 132, 128, 1.98, 50, 4.8e12, 151397597184, 228),
+    "b200": ("B200", 10, 148, 128, 1.965, 126.5, 7.67e12, 191514411008, 228),
 }
 _GPU = """
 gpu_device_info {{
@@ -101,8 +103,9 @@ def _named_sharding(x: Any) -> NamedSharding | None:
 
 
 def find(name: str) -> Target:
-    """The target with a name such as "h100", "h100:8x8", "v5e" or "v5e:2x4"."""
-    kind, _, shape = name.partition(":") if isinstance(name, str) else ("", "", "")
+    """The target with a name such as "h100", "H100:8x8", "v5e" or "v5e:2x4"."""
+    parts = name.lower().partition(":") if isinstance(name, str) else ("", "", "")
+    kind, _, shape = parts
     fits = r"(\d+(x\d+)*)?" if kind in _TPUS else r"(\d+(x\d+)?)?"
     if kind not in {*_TPUS, *_GPUS} or not re.fullmatch(fits, shape):
         raise ValueError(
@@ -110,7 +113,7 @@ def find(name: str) -> Target:
             'Add the number of GPUs, as in "h100:8", of hosts and of the GPUs of one, '
             'as in "h100:4x8", or the topology, as in "v5e:2x4".'
         )
-    extra = "target-tpu" if kind in _TPUS else "target-gpu"
+    package = "jax[tpu]" if kind in _TPUS else "jax[cuda12-local]"
     try:
         if kind in _TPUS:
             # Without these, libtpu asks a server of Google's cloud, for minutes.
@@ -127,7 +130,7 @@ def find(name: str) -> Target:
         gpu = _GPUS[kind]
         config = _GPU.format(
             *gpu,
-            l2=gpu[5] * 2**20,
+            l2=int(gpu[5] * 2**20),
             bandwidth=int(gpu[6]),
             shared=gpu[8] * 2**10,
             optin=(gpu[8] - 1) * 2**10,
@@ -140,6 +143,6 @@ def find(name: str) -> Target:
     except Exception as error:
         raise ValueError(
             f"target={name!r} needs XLA's compiler for that machine, which did not "
-            f'start: {error}. Install it with `pip install "ga_optax[{extra}]"`; if it '
-            "is installed, check the topology."
+            f'start: {error}. Install it with `pip install "{package}"`; if it is '
+            "installed, check the topology."
         ) from None

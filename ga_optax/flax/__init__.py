@@ -8,7 +8,7 @@ with `ga_optax.apply_gradients`, so that inside a window only the accumulator is
 touched. `verify` checks whether micro-batches give the gradient of a module's loss.
 `plan` is `ga_optax.plan`, which takes modules, and steps under `nnx.jit`.
 
-This module needs the extra `flax`. `import ga_optax` does not import it.
+This module needs Flax. `import ga_optax` does not import it.
 """
 
 try:
@@ -16,7 +16,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "ga_optax.flax needs Flax, but it cannot be imported. Install it: "
-        'pip install "ga-optax[flax]".'
+        'pip install "flax>=0.12.8".'
     ) from error
 
 from ga_optax._compiled.plan import plan

@@ -232,7 +232,12 @@ def planned(target, mesh=None, make=make_step, **options):
 
 @pytest.mark.parametrize(
     ("name", "limit"),
-    [("v5e", 15.75 * 2**30), ("h100", 0.75 * 84929347584), ("v6e", 31.24 * 2**30)],
+    [
+        ("v5e", 15.75 * 2**30),
+        ("H100", 0.75 * 84929347584),
+        ("b200", 0.75 * 191514411008),
+        ("V6e", 31.24 * 2**30),
+    ],
 )
 def test_the_limit_is_what_programs_may_use_of_the_target(machine, name, limit):
     plan = planned(name)
@@ -277,7 +282,7 @@ ERRORS = """
 planned("h100:8") -> V shardings over the 8 devices | AbstractMesh
 planned("h100", MESH) -> V one mesh of the 1 devices | {'data': 8}
 """
-for _name in ("mac", "h100:2x", "h100:1x2x4", "v5e-4", "", 8):
+for _name in ("mac", "h100:2x", "H100:1x2x4", "v5e-4", "", 8):
     ERRORS += f"planned({_name!r}) -> V target must be one of a100, | but it is\n"
 
 
@@ -286,3 +291,18 @@ for _name in ("mac", "h100:2x", "h100:1x2x4", "v5e-4", "", 8):
 @pytest.mark.parametrize(("code", "error", "said"), helpers.refusals(ERRORS))
 def test_an_unknown_target_and_arguments_that_do_not_lie_on_it_raise(code, error, said):
     helpers.says(lambda: eval(code), error, said)
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("h100", "cuda12-local"), ("v5e", "tpu")]
+)
+def test_a_compiler_that_is_not_there_is_named_with_its_package(
+    name, package, monkeypatch
+):
+    def get_topology_desc(*args, **kwargs):
+        raise RuntimeError("no plugin")
+
+    monkeypatch.setattr(topologies, "get_topology_desc", get_topology_desc)
+    helpers.says(
+        lambda: planned(name), ValueError, f'no plugin. | pip install "jax[{package}]"'
+    )
