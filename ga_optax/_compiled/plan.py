@@ -380,11 +380,20 @@ def _page(
                 "assumes that memory falls. A candidate that was not compiled may fit. "
                 "To be sure, pass the other candidates one at a time."
             )
-    # Most programs have the same notes: print each note once.
-    lines += dict.fromkeys(note for c in candidates for note in c.notes)
+    lines += _notes([c for c in candidates if c.num_microbatches > 1 and not c.error])
     return "\n".join(
         [*_text.columns(table), verdict, *itertools.chain(*map(_text.wrap, lines))]
     )
+
+
+def _notes(compiled: Sequence[Candidate]) -> list[str]:
+    """Each note once, with the candidates that have it, unless all do."""
+    lines = []
+    for note in dict.fromkeys(note for c in compiled for note in c.notes):
+        of = [str(c.num_microbatches) for c in compiled if note in c.notes]
+        prefix = f"num_microbatches={', '.join(of)}: " if len(of) < len(compiled) else ""
+        lines.append(prefix + note)
+    return lines
 
 
 # -- The device and candidates ---------------------------------------------------------

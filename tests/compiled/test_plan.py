@@ -190,6 +190,15 @@ def test_the_page_names_the_leaves_that_are_added_in_place_and_why_others_are_no
     assert [page.count(note) for note in plan.candidates[0].notes] == [1] * len(due)
 
 
+def test_a_note_of_some_candidates_names_them():
+    def candidate(k, *notes):
+        return plan.Candidate(k, notes=notes)
+
+    some = candidate(1), candidate(2, "of both"), candidate(4, "of both", "of one")
+    page = str(plan.Plan(2, 8, 2**30, some, ())).splitlines()
+    assert page[-2:] == ["of both", "num_microbatches=4: of one"]
+
+
 # Their compilers are not among the packages of these tests, so the devices of this
 # process stand in for those of a target.
 MESH = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
