@@ -1,4 +1,4 @@
-"""The memory of a window, against the number of micro-batches.
+"""The memory of a window, against the number of micro-batches, and of a batch by rows.
 
     python benchmarks/memory.py
 
@@ -6,7 +6,7 @@ A window has a fixed number of rows and one Adam step. The model scans over its 
 and rematerialises them. A program needs temp + argument + output - alias, from XLA's
 analysis, to the byte and without running anything. A host loop needs the memory of its
 largest program, plus all other arrays on the device. The loop holds one micro-batch at
-a time, while one call holds the whole window.
+a time, while one call holds the whole window. By rows, micro-batches have one size.
 """
 
 from typing import Any
@@ -42,8 +42,25 @@ def measure(layers: int, width: int, rows: int, k: int) -> dict[str, int]:
     return sizes
 
 
+def by_rows(layers: int, width: int, rows: int) -> list[dict[str, Any]]:
+    """MB that a step needs: undivided, and in micro-batches of a sixteenth of `rows`."""
+    size = rows // 16
+    found = []
+    for k in peers.doubling(16):
+        one, many = (measure(layers, width, k * size, n) for n in (1, k))
+        mb = {UNDIVIDED: one[peers.SCAN]} | {way: many[way] for way in IN_ONE_CALL}
+        found.append(
+            {"rows": k * size, "mb": {way: b / 1e6 for way, b in mb.items()}}
+        )
+    return found
+
+
+UNDIVIDED = "undivided"
+IN_ONE_CALL = peers.SCAN, peers.MICROBATCHING, peers.OURS
+
+
 def main() -> None:
-    """Prints the table, and writes the JSON if asked to."""
+    """Prints the tables, and writes the JSON if asked to."""
     parser = record.make_parser(__doc__)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--width", type=int)
@@ -73,7 +90,13 @@ def main() -> None:
     record.print_table(
         ["k", *ways], [[r["k"], *(round(r["mb"][w], 1) for w in ways)] for r in results]
     )
-    content = {"layers": layers, "width": width, "rows": rows}
+    sizes = by_rows(layers, width, rows)
+    print(f"\nMB needed; micro-batches of {rows // 16} rows")
+    record.print_table(
+        ["rows", *sizes[0]["mb"]],
+        [[r["rows"], *(round(mb, 1) for mb in r["mb"].values())] for r in sizes],
+    )
+    content = {"layers": layers, "width": width, "rows": rows, "by_rows": sizes}
     content |= {"param_bytes": param_bytes, "results": results}
     record.write(args.json, content)
 

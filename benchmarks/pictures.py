@@ -15,6 +15,7 @@ from typing import Any
 
 import any_loss
 import matplotlib as mpl
+import memory
 import micro_step
 import peers
 import record
@@ -143,27 +144,20 @@ def draw_memory(result: dict[str, Any]) -> Any:
 
 
 def draw_gain(result: dict[str, Any]) -> Any:
-    """Draws the memory of a step as bars: undivided, and in k micro-batches."""
-    undivided, *rows = result["results"]
-    in_pieces = next((row for row in rows if row["k"] == 16), rows[-1])
-    ways = {
-        way: in_pieces["mb"][way]
-        for way in (
-            *(peers.MULTI_STEPS, peers.MICROBATCHING, peers.SCAN),
-            *(peers.OURS_LOOP, peers.OURS),
-        )
-    }
-    names = ["the undivided batch", *(NAMES.get(way, way) for way in ways)]
-    values = [undivided["mb"][peers.SCAN], *ways.values()]
-    colors = [GREY, *[BROWN] * 3, *[BLUE] * 2]
-    figure, ax = _panels(1, height=2.4)
-    bars = ax.barh(names, values, color=colors, hatch=["", *["//"] * 3, "", ""])
-    ax.bar_label(bars, [f"{value:,.0f} MB" for value in values], padding=4)
-    ax.invert_yaxis()
-    ax.grid(visible=False)
-    ax.set_xlim(0, 1.25 * max(values))
-    ax.xaxis.set_visible(False)
-    ax.spines["bottom"].set_visible(False)
+    """Draws the memory of a step over the rows of its batch: undivided, and divided."""
+    rows = result["by_rows"]
+    figure, ax = _panels(1, height=2.6)
+    styles = STYLES | {memory.UNDIVIDED: {"color": GREY, "marker": "o"}}
+    names = NAMES | {memory.UNDIVIDED: "jax.value_and_grad, the undivided batch"}
+    lengths = [row["rows"] for row in rows]
+    for way in rows[0]["mb"]:
+        heights = [row["mb"][way] for row in rows]
+        ax.plot(lengths, heights, label=names.get(way, way), **styles[way])
+    ax.set_xlabel("rows of the batch")
+    ax.set_ylabel("MB that a step needs")
+    _ticks(ax.xaxis, lengths[2:])
+    ax.set_ylim(0)
+    ax.legend(loc="upper left")
     return figure
 
 
