@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 ROOT = pathlib.Path(__file__).parents[1]
-DOCUMENTS = ("README.md", "docs/index.md", "docs/get_started.md")
+DOCUMENTS = ("README.md", "docs/get_started.md")
 BADGE = "https://colab.research.google.com/assets/colab-badge.svg"
 GITHUB = "https://github.com/"
 

@@ -112,10 +112,7 @@ def recorded():
         [f"{gradients[way]:.2f}" for way in inside],
         [f"{contrastive['mb'][way]:.0f} MB" for way in ("undivided", "ga_optax")],
         *(
-            [
-                f"{row['off'][way]:{digits}}, {row['megabytes'][way]:.0f} MB"
-                for way, digits in (("their accumulation", ".0%"), ("ga_optax", ".0e"))
-            ]
+            [f"{row['off']['their accumulation']:.0%}", f"{row['off']['ga_optax']:.5%}"]
             for row in trainers
         ),
     ]
