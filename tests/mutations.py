@@ -56,6 +56,9 @@ FAULTS = """
 @ _partition/indexing.py: test_law_mended
 * a cast counts rows whatever it does to numbers
 + def _holds(...): return True
+* the columns of an index stay columns wherever they are spread
+- if axes[-1:] != (len(v.shape) - 1,):  # the columns are all alike, and new
++ if not axes:
 @ _partition/indexing.py: test_indices
 * what is taken of others' rows stays unique
 - broken = {"unique_indices": False, "indices_are_sorted": False}
@@ -79,6 +82,9 @@ FAULTS = """
 @ _partition/reductions.py: test_law_mended
 * extrema are taken for stopped
 + def _only_stopped(...): return True
+* an extremum lies where it was taken
+- is_own &= all(kept[d] == place for d, place in axes.items())
++ is_own &= len(axes) <= len(kept)
 * an extremum that no row attains in a later level
 - later = not any(v.params for v in vs) and any(map(_is_of_rows, vs))
 + later = False
@@ -95,6 +101,21 @@ FAULTS = """
 @ _partition/made.py: test_law_mended
 * sums that wait are scaled by what is no number
 + def is_scaled(...): return False
+* a cast makes no other number
+- if not casts or number is None or not np.isfinite(number):
++ if True:
+@ _partition/partitioned.py: test_law_mended
+* a loss without an aux is the sum of its parts, whatever they are
+- scaled = [i for i, v in enumerate(out) if v.scaled]
++ scaled = [i for i, v in enumerate(out) if v.scaled and len(out) > 1]
+@ _partition/custom.py: test_law_rules
+* a package whose name begins with that of JAX is JAX
+- _JAX = os.path.dirname(jax.__file__) + os.sep
++ _JAX = os.path.dirname(jax.__file__)
+@ _window/run.py: test_law_devices
+* a derivative goes back through what comes after the loss
+- earlier = [b for b in schedule.buffers if b.level < Level(schedule.end)]
++ earlier = schedule.buffers
 @ _passes/read.py: test_law_effects
 * what acts is known as a callback
 - return not all(map(is_of_values, equation.effects))

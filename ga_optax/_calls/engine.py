@@ -174,7 +174,7 @@ def trace(call: Call) -> Traced:
     return Traced(call, closed, out)
 
 
-def partition(traced: Traced, layouts: Sequence[Layout] = ()) -> MicroBatch:
+def partition(traced: Traced, layouts: Sequence[Layout] | None = None) -> MicroBatch:
     """Partitions the program over micro-batches, with results in these layouts.
 
     Raises if an option does not fit a loss whose rows meet; the error names the line.

@@ -57,7 +57,7 @@ def type_of(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def split(
-    call: Call, jaxpr: Any, layouts: Sequence[Layout] = ()
+    call: Call, jaxpr: Any, layouts: Sequence[Layout] | None = None
 ) -> tuple[Partitioned, bool | None]:
     """The program of a micro-batch, with results in these layouts, if there are any.
 
@@ -75,7 +75,7 @@ def split(
         rows = [Rows(d, segments(x, d)) for x, d in zip(batch, axes, strict=True)]
         # Each micro-batch adds its part of the loss.
         arguments = _arguments(call, jaxpr, rows)
-        return partition(jaxpr, arguments, axis, layouts or (PARTIAL,))
+        return partition(jaxpr, arguments, axis, PARTIAL, layouts)
 
     if devices.by_compiler:
         return of(lambda x, d: devices.number), False

@@ -68,7 +68,10 @@ def is_of_jax(e: core.JaxprEqn, name: str = "") -> bool:
     """True if a function with a rule belongs to JAX, and has this name, if given."""
     [program] = read.inner_programs(e)
     function, _, place = str(program.debug_info.func_src_info).partition(" at ")
-    return place.startswith(os.path.dirname(jax.__file__)) and name in ("", function)
+    return place.startswith(_JAX) and name in ("", function)
+
+
+_JAX = os.path.dirname(jax.__file__) + os.sep  # other names begin with it, too
 
 
 def _in_the_open(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:

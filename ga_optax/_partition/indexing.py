@@ -113,6 +113,8 @@ def rows_in_order(
     rows = operand.rows
     if rows is None or operand.dim not in index_map or rows.segments > 1:
         return None
+    if len(indices.shape) < 2:  # the place of one number
+        return None
     n, column = operand.shape[operand.dim], list(index_map).index(operand.dim)
     if not indices.shape[0] or indices.shape[0] % n or not _counts(indices, column, n):
         return None
@@ -152,7 +154,10 @@ def _counts(v: Value, column: int | None, n: int) -> bool:
         return same and _counts(vs[0], column, n)
     keeps = name in _SAME
     if name == "broadcast_in_dim":
-        keeps = e.params["broadcast_dimensions"][:1] == (0,)
+        axes = e.params["broadcast_dimensions"]
+        keeps = axes[:1] == (0,)
+        if axes[-1:] != (len(v.shape) - 1,):  # the columns are all alike, and new
+            column = None
     return keeps and vs[0].shape[:1] == v.shape[:1] and _counts(vs[0], column, n)
 
 

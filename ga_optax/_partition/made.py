@@ -9,7 +9,7 @@ from jax.extend import core
 
 from ga_optax._partition.values import Value
 from ga_optax._passes import read
-from ga_optax._passes.primitives import CAST, entry_of
+from ga_optax._passes.primitives import CAST, entry_of, factors_of
 
 
 def computed_by(v: Value) -> tuple[core.JaxprEqn, list[Value]] | None:
@@ -27,8 +27,42 @@ def number_of(v: Value) -> Any:
         is_number = v.shape == () and not isinstance(v.x, jax.core.Tracer)
         return np.asarray(v.x).item() if is_number else None
     e, vs, _ = v.made
-    spreads = entry_of(e).moves or e.primitive.name == CAST
-    return number_of(vs[0]) if spreads else None
+    moves, casts = entry_of(e).moves, e.primitive.name == CAST
+    number = number_of(vs[0]) if moves or casts else None
+    if not casts or number is None or not np.isfinite(number):
+        return number
+    with jax.ensure_compile_time_eval():  # it may become another number
+        x = np.asarray(number, vs[0].aval.dtype)
+        return np.asarray(jax.lax.convert_element_type(x, v.aval.dtype)).item()
+
+
+def unmoved(v: Value) -> tuple[Value, dict[int, int]]:
+    """The value that a value was before it was moved, and spread along new axes.
+
+    With it comes, for each of its axes that is longer than 1, the axis of `v` that it
+    became.
+    """
+    axes = {d: d for d, n in enumerate(v.shape) if n != 1}
+    while v.made is not None and (back := _axes_before(v.made[0])) is not None:
+        axes = {back[d]: place for d, place in axes.items() if d in back}
+        v = v.made[1][0]
+    return v, axes
+
+
+def _axes_before(e: core.JaxprEqn) -> dict[int | None, int] | None:
+    """For axes of the result, the axis of the operand that each was.
+
+    None if the equation does more than move numbers, or takes axes apart.
+    """
+    if not entry_of(e).moves and e.primitive.name != "stop_gradient":
+        return None
+    if e.primitive.name != "reshape":
+        ways = factors_of(entry_of(e), e)
+        return {x.outs[0]: x.ins[0] for x in ways if x.ins[0] is not None}
+    shapes = [x.aval.shape for x in (*e.invars[:1], *e.outvars)]
+    before, after = ([d for d, n in enumerate(x) if n != 1] for x in shapes)
+    same = [shapes[0][d] for d in before] == [shapes[1][d] for d in after]
+    return dict(zip(after, before, strict=True)) if same else None
 
 
 def is_reshaped(v: Value) -> bool:

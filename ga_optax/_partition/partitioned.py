@@ -66,17 +66,24 @@ def partition(
     jaxpr: core.Jaxpr,
     arguments: Sequence[Argument],
     axis: Axis,
-    wanted: Sequence[Layout | None] = (),
+    first: Layout | None = None,
+    layouts: Sequence[Layout] | None = None,
 ) -> Partitioned:
     """Partitions a program, of which the constants are the first arguments.
 
-    Results come in the layouts `wanted`. A result without a wanted layout, or with
-    None, stays in the layout in which it is computed.
+    Args:
+      jaxpr: the program.
+      arguments: its arguments.
+      axis: the axis of the micro-batches.
+      first: the layout of the first result; None for the one in which it is computed.
+      layouts: the layouts of all results, as another `Partitioned` has them. If None,
+        each but the first stays in the layout in which it is computed, and those are
+        whole whose parts may add up to NaN.
     """
     split = ((a.layout, a.aval) for a in arguments if isinstance(a.layout, Rows))
-    first = next((created.Created(x, of.shape[x.dim]) for x, of in split), None)
-    whole = _Whole(jaxpr, arguments, axis, wanted)
-    return created.best(whole.partitioned, lambda x: _cost(x.jaxpr, axis), first)
+    some = next((created.Created(x, of.shape[x.dim]) for x, of in split), None)
+    whole = _Whole(jaxpr, arguments, axis, first, layouts)
+    return created.best(whole.partitioned, lambda x: _cost(x.jaxpr, axis), some)
 
 
 class _Whole(NamedTuple):
@@ -85,7 +92,8 @@ class _Whole(NamedTuple):
     jaxpr: core.Jaxpr
     arguments: Sequence[Argument]
     axis: Axis
-    wanted: Sequence[Layout | None]
+    first: Layout | None
+    layouts: Sequence[Layout] | None
 
     def partitioned(self, some: created.Created | None) -> Partitioned:
         """The program, with rows of some of what it creates.
@@ -111,12 +119,11 @@ class _Whole(NamedTuple):
                 for x, a in zip(xs, self.arguments, strict=True)
             ]
             out = w.interpret(rewrite.without_constants(jaxpr), (), given)
-            is_free = len(self.wanted) < len(out)
-            wanted = [*self.wanted, *[None] * (len(out) - len(self.wanted))]
-            layouts = [v.layout if some is None else some.layout(v) for v in out]
-            both = zip([*layouts, *layouts[:1]], wanted, strict=False)
-            layouts = [layout if new is None else new for layout, new in both]
-            scaled = [i for i, v in enumerate(out) if v.scaled and is_free]
+            layouts, scaled = self.layouts, list[int]()
+            if layouts is None:
+                own = [v.layout if some is None else some.layout(v) for v in out]
+                layouts = [self.first or own[0], *own[1:]]
+                scaled = [i for i, v in enumerate(out) if v.scaled]
             # Not the writer, which holds what is traced.
             found.update(layouts=layouts, scaled=scaled, records=w.records)
             pairs = zip([*out, *out[:1]], layouts, strict=False)

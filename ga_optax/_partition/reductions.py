@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from ga_optax._partition import columns, factors
+from ga_optax._partition.made import unmoved
 from ga_optax._partition.values import (
     PARTIAL,
     WHOLE,
@@ -48,22 +49,28 @@ def compared(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
 def _own_extremum(
     e: core.JaxprEqn, vs: list[Value]
 ) -> tuple[Value, core.JaxprEqn] | None:
-    """The operand of `eq` whose extremum over all rows is the other operand."""
+    """The operand of `eq` whose extremum over all rows is the other operand.
+
+    Each row must be compared with the extremum along the axes over which it was taken.
+    """
     if e.primitive.name != "eq":
         return None
     for v, other in (vs, vs[::-1]):
-        while other.made and other.made[0].primitive.name in _SPREAD:
-            [other] = other.made[1]
-        made = other.made
-        if made is None or made[0].primitive.name not in ("reduce_max", "reduce_min"):
+        found, axes = unmoved(other)
+        if found.made is None or found.made[0].primitive.name not in _EXTREMA:
             continue
-        extremum, [of], _ = made
-        if v.rows and of.x is v.x and is_inexact(v.aval) and other.is_whole:
+        extremum, [of], _ = found.made
+        gone = extremum.params["axes"]
+        kept = [d for d in range(len(of.shape)) if d not in gone]
+        # Another value may be the same numbers here: those of other rows.
+        is_own = of.x is v.x and (of.shape, of.layout) == (v.shape, v.layout)
+        is_own &= all(kept[d] == place for d, place in axes.items())
+        if is_own and v.dim in gone and is_inexact(v.aval) and found.is_whole:
             return v, extremum
     return None
 
 
-_SPREAD = ("broadcast_in_dim", "reshape", "stop_gradient")
+_EXTREMA = ("reduce_max", "reduce_min")
 
 
 def _attaining_all(w: Writer, e: core.JaxprEqn, x: Any) -> Any:
@@ -128,7 +135,7 @@ def reduce_(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         return factors.forward(w, e, [turned])
     if name == "reduce_sum":
         return factors.summed(w, e, vs)
-    if name in ("reduce_max", "reduce_min"):
+    if name in _EXTREMA:
         return [(_extremum(w, e, v), WHOLE)]
     here = w.run(e, [v.x])
     parts = _gathered(w, v, here)

@@ -49,7 +49,9 @@ def run(values: Evaluation) -> Outcome:
     """
     schedule, operands, axes = values.schedule, values.operands, values.axes
     report(schedule, values.residual_bytes is None)
-    goes_back = any(b.has_cotangent for b in schedule.buffers)
+    # What the loop of the loss fills, results read that have no derivative.
+    earlier = [b for b in schedule.buffers if b.level < Level(schedule.end)]
+    goes_back = any(b.has_cotangent for b in earlier)
     buffers = values.arguments()
     for level in range(schedule.end):
         buffers = forward.fill(values, level, buffers)

@@ -105,6 +105,28 @@ def at_least(w, x):
     return attained(w, x, jnp.greater_equal)
 
 
+def elsewhere(w, x):
+    """An extremum of all rows lies along another axis, which is as long."""
+    h = jnp.concatenate([x @ w, 2 * (x @ w)], 1)
+    two = jnp.stack([h, -h])
+    are = [
+        (h, h == h.max(0)[:, None]),
+        (h, jax.vmap(jnp.equal)(h, jnp.broadcast_to(h.min(0), (N, N)).T)),
+        (two, two == two.max((0, 1))[:, None]),
+    ]
+    weights = jnp.cos(jnp.arange(1.0, 2 * N * N + 1)).reshape(2, N, N)
+    return sum((weights * jnp.where(same, 2 * v, v)).sum() for v, same in are)
+
+
+def of_spread_columns(w, x):
+    """An index has two columns, of which one counts; its pairs are spread apart."""
+    columns = [jnp.arange(N)[:, None], (jnp.arange(N) * 3 % D)[:, None]]
+    pairs = lax.broadcast_in_dim(jnp.concatenate(columns, 1), (N, 2, 2), (0, 1))
+    numbers = lax.GatherDimensionNumbers((), (0, 1), (0, 1))
+    found = lax.gather(jnp.tanh(x @ w), pairs, numbers, (1, 1), mode="clip")
+    return (found * jnp.arange(2 * N).reshape(N, 2)).sum()
+
+
 def by_columns(w, x):
     """Rows are the second axis of what is indexed, and the first index counts."""
     h, order = jnp.tanh(x @ w @ x.T), jnp.argsort(x[:, 0])
@@ -119,7 +141,8 @@ LOSSES = {
     "a sum filled with 7": filled_sum(7.0),
 }
 _BY_NAME = (before, kept, counted, of_columns, behind_a_transpose, overwritten)
-_BY_NAME += (square_batch, attained, at_least, by_columns)
+_BY_NAME += (square_batch, attained, at_least, by_columns, elsewhere)
+_BY_NAME += (of_spread_columns,)
 LOSSES |= {f.__name__: f for f in _BY_NAME}
 
 
@@ -173,6 +196,12 @@ def test_a_cast_that_changes_numbers_counts_no_rows(name):
 
 
 NUMBERS = [0.0, -0.0, 1.0, -2.5, np.inf, -np.inf, np.nan, 1e-300]
+
+
+def cast(number):
+    return lax.squeeze(jnp.full(1, number).astype(int).astype(float), (0,))
+
+
 FORMS = {
     "over": lambda s, c: s / c,
     "times": lambda s, c: s * c,
@@ -181,6 +210,7 @@ FORMS = {
     "of two": lambda s, c: s / c + s,
     "a function of it": lambda s, c: jnp.exp(-s / c),
     "chosen": lambda s, c: jnp.where(c == 0, 0.0, s / c),
+    "over what a cast makes 0": lambda s, c: s / cast(0.5) + 0 * c**2,
 }
 
 
@@ -197,3 +227,16 @@ def test_a_sum_times_what_is_no_number_is_that_of_the_undivided_batch(name):
         for number in NUMBERS:
             args = p, {"x": x, "c": jnp.zeros(8).at[5].set(number)}
             np.testing.assert_allclose(step(*args)[0], jax.jit(fun)(*args), 1e-9, 1e-12)
+
+
+@pytest.mark.quick
+def test_a_loss_alone_over_a_count_of_0_is_that_of_the_undivided_batch():
+    def fun(w, x):
+        return (x @ w).sum() / (x[:, 0] > 9).sum()
+
+    with jax.enable_x64(True):
+        w, x = arguments()
+        ws, step = jnp.stack([w, -w]), ga.value_and_grad(fun, K)
+        found = jax.jit(jax.vmap(step, (0, None)))(ws, x)[0]
+        assert np.isinf(found).all()
+        np.testing.assert_array_equal(found, jax.vmap(fun, (0, None))(ws, x))

@@ -1,6 +1,7 @@
 """Functions with rules of their own in which rows meet, there or on the way back."""
 
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -201,6 +202,20 @@ def test_an_array_that_a_rule_closes_over_is_a_constant_of_its_program(name):
     _, part = partitioned(lambda h, w, ids: RULES[name](h, w[0, 0]), (h, h, ids))
     assert part.failures == part.whole == []
     assert not part.meets
+
+
+@pytest.mark.quick
+def test_a_package_whose_name_begins_with_that_of_jax_keeps_its_rules():
+    path, names = f"{os.path.dirname(jax.__file__)}typing/rows.py", {"jnp": jnp}
+    lines = "def _softmax(h): return jnp.exp(h) / jnp.exp(h).sum(0)"
+    exec(compile(lines, path, "exec"), names)
+    ruled = with_tangent(names["_softmax"], lambda h, dh: 2 * dh - dh.mean(0))
+
+    def fun(p, x):
+        return jnp.mean(jnp.sin(ruled(x @ p["w"][0])) ** 2)
+
+    with jax.enable_x64(True):
+        assert error(fun, K, *arguments(), accumulator_dtype="float64") < BOUND
 
 
 NAMES = "layers, of both", "layers, two levels and a maximum", "layers, a clipped norm"

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from corpus.harness import (
     VIEWS,
@@ -284,6 +285,107 @@ def test_rows_that_move_are_stored_as_they_were_or_not_at_all(name, copies):
     stacks = [m.type.shape for m in found.meetings if m.kind == "stack"]
     of_all = [x for x in found.kept if x.kind == "shared" and x.shape]
     assert (stacks, of_all) == ([(N // 4, D)] * copies, [])
+
+
+# -- What looks back at how a value was made -------------------------------------------
+
+
+class Moved:
+    """Random moves between a value and what is made of it; all axes are of one length.
+
+    So a rule that looks back, and forgets where an axis went, still fits.
+    """
+
+    def __init__(self, seed):
+        self.rng = np.random.default_rng(seed)
+
+    def pick(self, *choices):
+        return choices[self.rng.integers(len(choices))]
+
+    def axes(self, rank, number=None):
+        number = self.rng.integers(1, rank + 1) if number is None else number
+        return [int(d) for d in self.rng.permutation(rank)[:number]]
+
+    def turned(self, v):
+        return jnp.transpose(v, self.axes(v.ndim, v.ndim))
+
+    def spread(self, v, rank):
+        """The value with new axes, so that it has as many, and turned."""
+        v = self.turned(jnp.squeeze(v))
+        axes, whole = sorted(self.axes(rank, v.ndim)), (N,) * rank
+        shape = [N if d in axes else 1 for d in range(rank)]
+        return self.pick(
+            lambda v: jax.lax.broadcast_in_dim(v, whole, axes),
+            lambda v: jnp.broadcast_to(v.reshape(shape), whole),
+        )(v)
+
+    def moved(self, v):
+        """In the same shape: turned, by one place, or through another shape."""
+        d, order = self.axes(v.ndim)[0], self.pick("C", "F")
+        return self.pick(
+            self.turned,
+            lambda v: jnp.moveaxis(jnp.roll(v, 1, d), d, 0),
+            lambda v: v.reshape((4, -1), order=order).reshape(v.shape),
+            lambda v: jax.vmap(self.turned, d, self.axes(v.ndim)[0])(v),
+        )(v)
+
+    def extremum(self, v):
+        """Numbers, doubled where they are an extremum of theirs, wherever that lies."""
+        keeps, axes = self.pick(True, False), tuple(self.axes(v.ndim))
+        found = self.pick(jnp.max, jnp.min)(v, axes, keepdims=keeps)
+        u = self.pick(v, v, self.turned(v))
+        pair = [u, self.spread(found, v.ndim)][:: self.pick(1, -1)]
+        return jnp.where(self.pick(jnp.equal, jnp.less_equal)(*pair), 2 * v, v)
+
+    def created(self, v):
+        return v * self.moved(self.spread(jnp.arange(1.0, N + 1), v.ndim))
+
+    def of_pairs(self, v):
+        f = self.pick(jax.nn.softmax, jax.nn.log_softmax, jnp.cumsum)
+        return f(self.moved(v) @ self.moved(v) / N, axis=self.axes(v.ndim)[0])
+
+    def counted(self, v):
+        """Numbers by an index of two columns, of which one may count rows."""
+        rows, others = jnp.arange(N)[:, None], (jnp.arange(N) * 5 % N)[:, None]
+        columns = self.pick((rows, others), (others, rows), (rows, rows))
+        spread = jax.lax.broadcast_in_dim
+        at = self.pick(
+            lambda at: spread(at, (N, 2, 2), (0, 1)),
+            lambda at: spread(at, (N, 2, 2), (0, 2)),
+            lambda at: spread(at, (N, N, 2), (1, 2)),
+            lambda at: spread(at, (N, 2, 2), (0, 2)).reshape(-1, 2),
+        )(jnp.concatenate(columns, 1))
+        kept = tuple(range(at.ndim - 1, at.ndim + v.ndim - 3))
+        numbers = jax.lax.GatherDimensionNumbers(kept, (0, 1), (0, 1))
+        return jax.lax.gather(v, at, numbers, (1, 1, *v.shape[2:]), mode="clip")
+
+
+def looked_back(seed):
+    def case(h, w, ids):
+        g = Moved(seed)
+        v = jnp.concatenate([h, 2 * h], 1)  # exact, wherever it is computed
+        v = g.pick(v, v.T, v[:, None] * 2.0 ** jnp.arange(N)[:, None])
+        v = g.moved(g.pick(g.extremum, g.created, g.moved)(v))
+        return g.pick(g.extremum, g.counted, g.of_pairs)(v)
+
+    return case
+
+
+@pytest.mark.slow
+@pytest.mark.grid(1, 8)
+@pytest.mark.parametrize("first", range(0, 192, 6))
+def test_what_looks_back_at_how_a_value_was_made_knows_where_its_axes_went(first):
+    cases, args = [looked_back(seed) for seed in range(first, first + 6)], arguments()
+
+    def every(*args):
+        return [case(*args) for case in cases]
+
+    closed, part = partitioned(every, args)
+    assert part.failures == []
+    got = joined(jax.jit(functools.partial(of_each, closed, part))(*args), part, closed)
+    pairs = zip(got, jax.jit(every)(*args), strict=True)
+    assert [first + i for i, (x, y) in enumerate(pairs) if not off(x, y) < BOUND] == []
+    assert off([derivative(every, args)], [whole_derivative(every, args)]) < BOUND
 
 
 def clipped_mean(kernel, x):
