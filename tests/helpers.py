@@ -167,6 +167,13 @@ def by_hand(optimize=False):
     return mock.patch.object(in_place, "reasons", nowhere)
 
 
+def failing(error, file=ga.__file__):
+    """A function that raises an error, as if it stood in a file: one of the library."""
+    names = {"error": error}
+    exec(compile("def rule(*_, **__): raise error", file, "exec"), names)
+    return names["rule"]
+
+
 def without_pass(monkeypatch, name):
     """Takes a pass out of the table."""
     rest = tuple(one for one in table.PASSES if one.name != name)

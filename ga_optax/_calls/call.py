@@ -3,7 +3,7 @@
 import collections
 import itertools
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,7 +40,8 @@ class Call(NamedTuple):
         they are not.
       rows: how many leaves of the batch are differentiated, too: the first of them.
       sums: True if gradients come in the dtypes of their sums.
-      labels: True if equations carry what a micro-batch holds of each result.
+      sees: gets the plan that runs, for a report; equations carry what a micro-batch
+        holds of each result then. None for a call that runs.
     """
 
     options: Options
@@ -52,7 +53,7 @@ class Call(NamedTuple):
     held: Sequence[Any] = ()
     rows: int = 0
     sums: bool = False
-    labels: bool = False
+    sees: Callable[[Any], None] | None = None
 
     @classmethod
     def of(cls, options: Options, args: Any, kwargs: Any, hint: bool = False) -> "Call":

@@ -9,17 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from ga_optax._calls import advice, batches
+from ga_optax._calls import advice, batches, engine, equation
 from ga_optax._calls.call import Call
-from ga_optax._calls.engine import (
-    MicroBatch,
-    Scheduled,
-    on_devices,
-    partition,
-    rewrite,
-    schedule,
-    trace,
-)
+from ga_optax._calls.devices import DoesNotFitError
+from ga_optax._calls.engine import AllRows, Scheduled
 from ga_optax._calls.options import Options
 from ga_optax._calls.results import returning_pair
 from ga_optax._calls.words import explains_keywords
@@ -74,6 +67,7 @@ class BatchDependencies:
       pieces: `(name, number, rows)` of each `ga_optax.microbatch` inside: how many
         pieces it makes of the rows of one micro-batch on one device, and how many rows
         each has. One whose rows meet is computed as if it stood there itself.
+      undivided: why the call computes all rows at once; "" if it runs micro-batches.
     """
 
     num_microbatches: int
@@ -90,6 +84,7 @@ class BatchDependencies:
     rows: dict[str, int]
     given_whole: dict[str, int]
     pieces: list[tuple[str, int, int]]
+    undivided: str = ""
 
     @property
     def kept_bytes(self) -> int:
@@ -98,6 +93,10 @@ class BatchDependencies:
 
     def __str__(self) -> str:
         passes = self._passes
+        if self.undivided:
+            text = f"All rows run at once, in the memory that this takes: {passes}."
+            text = f"{text} {self._layout} That is because {self.undivided}"
+            return "\n".join(wrap(f"{text.rstrip('.')}."))
         if not (self.meetings or any(self._notes.values())):
             return "\n".join(wrap(f"No row needs another: {passes}. {self._layout}"))
         rows = list(_rows((*self.meetings, *self.kept)))
@@ -121,7 +120,8 @@ class BatchDependencies:
     @property
     def details(self) -> str:
         """The plan in full, to find a wrong number: each loop, with its values."""
-        texts = [_HOLDS, *map(str, self.stages)]
+        head = str(self) if self.undivided else _HOLDS
+        texts = [head, *map(str, self.stages)]
         room = f", in about {self.peak_bytes:,} bytes" if self.peak_bytes else ""
         return "\n\n".join([*texts, f"In all: {self._passes}{room}."])
 
@@ -261,25 +261,27 @@ def batch_dependencies(
 
     @functools.wraps(fun)
     def dependencies(*args: Any, **kwargs: Any) -> BatchDependencies:
-        call = Call.of(options, args, kwargs, hint=True)._replace(labels=True)
-        (micro_batch, program, operands, _), plan = _scheduled(call)
-        part, number = micro_batch.part, len(operands.batch[-1])
-        if plan is None:
-            of_loop, last = (
-                describe.of_loop(program, operands),
-                WindowReport(0, 1, 0, ()),
-            )
+        call = Call.of(options, args, kwargs, hint=True)
+        plan, closed = _seen(call)
+        notes, why, number, last = ([], [], []), "", 0, WindowReport(0, 1, 0, ())
+        if isinstance(plan, AllRows):
+            jaxpr, why = closed.jaxpr, plan.why
+            order = describe.of_all_rows(jaxpr, len(call.leaves("argnums")))
         else:
-            of_loop, last = plan.schedule, report_of(plan.schedule)
-        stages = describe.listed(of_loop, last.stored, number, call.size)
-        if plan is None:
+            (micro_batch, program, operands, _), window = plan
+            part, number = micro_batch.part, len(operands.batch[-1])
+            jaxpr, notes = part.jaxpr, (part.whole, part.drawn, part.promised)
+            order = describe.of_loop(program, operands)
+            if window is not None:
+                order, last = window.schedule, report_of(window.schedule)
+        stages = describe.listed(order, last.stored, number, call.size)
+        if not last.levels:
             last = last._replace(backward=int(bool(stages[-1].goes_back)))
         kept = [x for x in last.stored if x.kind in ("residual", "shared")]
         meetings = [x for x in last.stored if x not in kept]
         passes = last.forward, last.backward, last.peak, last.room
-        notes = part.whole, part.drawn, part.promised
-        pieces = list(dict.fromkeys(_pieces(part.jaxpr)))
-        ends = *batches.bytes_by_layout(call), pieces
+        pieces = list(dict.fromkeys(_pieces(jaxpr)))
+        ends = *batches.bytes_by_layout(call), pieces, why
         return BatchDependencies(
             call.size, stages, meetings, kept, *notes, *passes, *ends
         )
@@ -297,17 +299,24 @@ def _pieces(jaxpr: core.Jaxpr) -> Iterator[tuple[str, int, int]]:
             yield from _pieces(inner.program.jaxpr)
 
 
-def _scheduled(call: Call) -> Scheduled:
-    """The program of a device, and the levels that run it."""
-    arrays = {n: x for n, x in call.leaves().items() if batches.is_array(x)}
-    plans: list[Scheduled] = []
+def _seen(call: Call) -> tuple[Scheduled | AllRows, Any]:
+    """The plan that a call runs, to the end; of `AllRows` their program, too.
 
-    def stations(program: MicroBatch) -> None:
-        plans.append(schedule(rewrite(program)))
+    Nothing is computed. The plan comes also if an option does not fit it.
+    """
+    arrays = {n: x for n, x in call.leaves().items() if batches.is_array(x)}
+    plans: list[Scheduled | AllRows] = []
+    programs: list[Any] = [None]
 
     def run(values: dict[int, Any]) -> None:
-        traced = trace(call.with_leaves(values).on_device())
-        on_devices(partition(traced), stations, None)
+        new = call.with_leaves(values)._replace(sees=plans.append)
+        engine.value_and_grad(new, equation.of_micro_batch)
+        if isinstance(plans[-1], AllRows):
+            programs.append(engine.trace(new.on_device()).closed)
 
-    jax.eval_shape(run, arrays)
-    return plans[0]
+    try:
+        jax.eval_shape(run, arrays)
+    except DoesNotFitError:
+        if not plans:
+            raise
+    return plans[-1], programs[-1]

@@ -8,8 +8,9 @@
     Outcome      results, gradients                            `run`
 
 `value_and_grad` passes all stations. So does `microbatch`, which takes a function for
-the aux of a loss. `batch_dependencies` stops at `schedule`, and reports the plan.
-`accumulate` traces one micro-batch by itself, see `micro_batch`.
+the aux of a loss, and `batch_dependencies`, which sees the plan and computes nothing.
+`accumulate` traces one micro-batch by itself, see `micro_batch`. If a station fails,
+which is a fault of this library or of a new JAX, the plan is `AllRows`.
 
 Under `jax.jit` and other transformations the stations from `rewrite` on are one
 equation of JAX, see `equation`, so that the derivatives are those of `fun`.
@@ -40,12 +41,13 @@ from ga_optax._devices import collectives, meshes
 from ga_optax._loop import run as loop
 from ga_optax._loop.loss import DeviceContext, LossProgram, Operands, run_passes
 from ga_optax._loop.run import Outcome
-from ga_optax._partition import Layout, Partitioned, Rows, meeting_of
+from ga_optax._partition import Layout, Partitioned, Rows, meeting_of, unsaid
 from ga_optax._passes import constraints, places, read, references, rowwise
 from ga_optax._passes import rewrite as rewriting
 from ga_optax._text import warn
 from ga_optax._window import run as window
 from ga_optax._window.evaluation import Evaluation, MeetingLoss
+from ga_optax._window.report import report
 
 
 class Traced(NamedTuple):
@@ -109,6 +111,12 @@ class Scheduled(NamedTuple):
     plan: Evaluation | None
 
 
+class AllRows(NamedTuple):
+    """The plan of a call that is not divided, and why, in words."""
+
+    why: str
+
+
 Pair = tuple[tuple[jax.Array, Any], Any]  # ((loss, aux), gradients)
 
 
@@ -121,14 +129,21 @@ def value_and_grad(
     leaves of the batch. `over` runs the micro-batch, by default `over_micro_batches`.
     """
     if call.size == 1:
-        return undivided(call)
+        return undivided(call, AllRows("there is one micro-batch"))
     traced = trace(call.on_device())
     try:
         return (over or over_micro_batches)(partition(traced))
     except (DoesNotFitError, NoDerivativeError, Warning):
         raise
     except Exception as error:  # Any: a future JAX may fail in ways unknown today.
-        return _in_one(traced.call, error)
+        if places.is_of_user(error) or traced.call.devices.bound:
+            raise
+        text = " ".join([str(error).split("\n")[0], *getattr(error, "__notes__", ())])
+        plan = AllRows(
+            f"ga_optax with jax {jax.__version__} cannot divide the program: "
+            f"{type(error).__name__}: {text}"
+        )
+    return _in_one(traced.call, plan)
 
 
 def over_micro_batches(micro_batch: MicroBatch) -> Pair:
@@ -138,9 +153,11 @@ def over_micro_batches(micro_batch: MicroBatch) -> Pair:
     specs: Any = [split if isinstance(x, Rows) else WHOLE for x in part.layouts]
     outcome = on_devices(
         micro_batch,
-        lambda program: run(schedule(rewrite(program))),
+        lambda program: run(told(schedule(rewrite(program)))),
         Outcome(specs, [], gradients(call), split),
     )
+    for text in unsaid(part.failures):
+        warn(text)
     leaves = rows.returned(call, part, closed.jaxpr, outcome.results, strided)
     value = jax.tree.structure(out).unflatten(leaves)
     if not call.sums:
@@ -184,7 +201,7 @@ def partition(traced: Traced, layouts: Sequence[Layout] | None = None) -> MicroB
     # A loss adds up before it is rounded, and has the same gradient there.
     part, strided = rows.split(call, rewriting.unrounded(jaxpr, [0]), layouts)
     micro_batch = MicroBatch(call, closed, out, part, strided)
-    if not call.labels:  # a report shows the lines, whatever the options are
+    if call.sees is None:  # a report shows the lines, whatever the options are
         _check_options(micro_batch)
     return micro_batch
 
@@ -226,6 +243,21 @@ def schedule(rewritten: Rewritten) -> Scheduled:
     return Scheduled(rewritten, window.prepared(loss, operands, context, room))
 
 
+def told(scheduled: Scheduled) -> Scheduled:
+    """The plan, told before it runs: to a report, or in the log and in warnings.
+
+    Raises if an option does not fit, now that the report has the plan.
+    """
+    micro_batch, plan = scheduled.rewritten.micro_batch, scheduled.plan
+    call = micro_batch.call
+    if call.sees is not None:
+        call.sees(scheduled)
+        _check_options(micro_batch)
+    elif plan is not None:
+        report(plan.schedule, call.options.residual_bytes is None)
+    return scheduled
+
+
 def run(scheduled: Scheduled) -> Outcome:
     """Runs the loops. The accumulator of the outcome is the tree of gradients.
 
@@ -238,7 +270,8 @@ def run(scheduled: Scheduled) -> Outcome:
         out = loop.run(program, operands, context, begins=True, merges=True)
     else:
         out = window.run(plan)
-        advice.say(call, micro_batch.closed.jaxpr, micro_batch.part)
+        if call.sees is None:
+            advice.say(call, micro_batch.closed.jaxpr, micro_batch.part)
     leaves, structure = jax.tree.flatten(call.params)
     grads = structure.unflatten(
         g if call.sums else g.astype(jnp.result_type(x))
@@ -286,8 +319,10 @@ def on_devices(
 # -- All rows at once ------------------------------------------------------------------
 
 
-def undivided(call: Call) -> Pair:
+def undivided(call: Call, plan: AllRows) -> Pair:
     """`((loss, aux), gradients)` by JAX, of all rows at once."""
+    if call.sees is not None:
+        call.sees(plan)
     fun = call.options.fun
     argnums: Any = call.options.argnums
     if of_rows := call.roles["batch_argnums"][: call.rows]:
@@ -304,17 +339,20 @@ def undivided(call: Call) -> Pair:
     return out, (grads[:number], grads[number:])
 
 
-def _in_one(call: Call, error: Exception) -> Pair:
-    """Warns that the program cannot be divided, and why; then as `undivided`."""
-    if call.devices.bound:
-        raise error
-    why = " ".join([str(error).split("\n")[0], *getattr(error, "__notes__", ())])
-    warn(
+def _in_one(call: Call, plan: AllRows) -> Pair:
+    """As `undivided`, and a warning, unless all rows at once raise an error as well."""
+    text = (
         "The gradient is computed of all rows at once, in the memory that this takes, "
-        f"because ga_optax with jax {jax.__version__} cannot divide the program: "
-        f"{type(error).__name__}: {why} The result is right."
+        f"because {plan.why} The result is right."
     )
-    return undivided(call)
+    try:
+        out = undivided(call, plan)
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        error.add_note(text)
+        raise
+    if call.sees is None:
+        warn(text)
+    return out
 
 
 def _check_options(micro_batch: MicroBatch) -> None:

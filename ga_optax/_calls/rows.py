@@ -67,7 +67,7 @@ def split(
     size, axes, devices = call.size, call.split_axes, call.devices
     n = len(jax.tree.leaves(call.params))
     axis = Axis(
-        AXIS, size, LONGEST, devices.is_checked, config.whole_draws, call.labels
+        AXIS, size, LONGEST, devices.is_checked, config.whole_draws, bool(call.sees)
     )
 
     def of(segments: Callable[[Any, int], int]) -> Partitioned:

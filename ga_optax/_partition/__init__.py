@@ -35,7 +35,7 @@ Imports `_passes` alone.
 
 from ga_optax._partition.axis import Axis, meeting_of
 from ga_optax._partition.linear import slots
-from ga_optax._partition.notes import Note
+from ga_optax._partition.notes import Note, unsaid
 from ga_optax._partition.partitioned import (
     Argument,
     Partitioned,
@@ -57,4 +57,5 @@ __all__ = [
     "meeting_of",
     "partition",
     "slots",
+    "unsaid",
 ]

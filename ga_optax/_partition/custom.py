@@ -47,8 +47,11 @@ def custom_jvp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         return w.all_whole(e, vs)
     if w.scope.in_rule or not any(is_inexact(v.aval) for v in vs):
         return nested.inlined(w, program, vs)
-    with w.may_fail(e, last=False) as out:
-        out += _kept(w.within(forbids_collectives=True), e, vs)
+    try:
+        with w.may_fail(e, last=False) as out:
+            out += _kept(w.within(forbids_collectives=True), e, vs)
+    except Exception as error:
+        return _as_it_raises(w, e, vs, error)
     if not out and not w.scope.forbids_collectives and is_of_jax(e, "_softmax"):
         # Its rule only saves time. Others are not the derivative of their program.
         return nested.inlined(w, program, vs)
@@ -80,13 +83,36 @@ def _in_the_open(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
     if not any(v.smooth and is_inexact(v.aval) for v in vs):
         return nested.inlined(w, read.inner(e)[0], vs)
     apart, linear = w.within(forbids_collectives=True), functools.partial(_is_linear, w)
-    with w.may_fail(e, last=False) as out:
-        out += attached(apart, e, vs, linear)
-        w.level = apart.level
-    if not out:
-        with w.may_fail(e) as out:
-            out += attached(w, e, vs, linear)
+    try:
+        with w.may_fail(e, last=False) as out:
+            out += attached(apart, e, vs, linear)
+            w.level = apart.level
+        if not out:
+            with w.may_fail(e) as out:
+                out += attached(w, e, vs, linear)
+    except Exception as error:
+        return _as_it_raises(w, e, vs, error)
     return out
+
+
+def _as_it_raises(
+    w: Writer, e: core.JaxprEqn, vs: list[Value], error: Exception
+) -> list[Result]:
+    """The results of a function whose rule raises, as the user wrote it.
+
+    JAX calls a rule only if a cotangent comes, as none may come to a metric: the error
+    is raised there, and nowhere else.
+    """
+    if not places.is_of_user(error):
+        raise error
+    same = jax.custom_vjp(lambda x: x)
+
+    def back(_: None, ct: Any) -> Any:
+        raise error
+
+    same.defvjp(lambda x: (x, None), back)
+    out = nested.inlined(w, read.inner(e)[0], vs)
+    return [(same(x) if is_inexact(x) else x, layout) for x, layout in out]
 
 
 def _of_no_level(vs: list[Value]) -> list[Value]:
@@ -206,7 +232,10 @@ def has_nonlinear_rule(w: Writer, e: core.JaxprEqn) -> bool:
     if e.primitive.name == "custom_vjp_call":
         if e.params["symbolic_zeros"]:
             return True
-        rule = derived(w, e, [_of_layout(x.aval, WHOLE) for x in e.invars])
+        try:
+            rule = derived(w, e, [_of_layout(x.aval, WHOLE) for x in e.invars])
+        except Exception as error:  # Any: nothing is known of the rule.
+            return not places.is_of_user(error)  # JAX calls that one, if it is needed
         prints = bool(rule.program.jaxpr.effects)  # such as the cotangent
         return prints or not _is_linear(w, rule.backward, len(rule.given))
     return any(has_nonlinear_rule(w, x) for p in read.inner_programs(e) for x in p.eqns)

@@ -1,7 +1,7 @@
 """The records of a partition: equations computed whole, promises, failures."""
 
 import dataclasses
-import warnings
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +29,13 @@ class Drawn(NamedTuple):
     rows: Rows
 
 
+class Failure(NamedTuple):
+    """An equation whose rule failed, or does not know this JAX, and the error."""
+
+    equation: core.JaxprEqn
+    error: Exception
+
+
 @dataclasses.dataclass
 class Records:
     """The records that all writers of one partition share.
@@ -36,13 +43,13 @@ class Records:
     Attributes:
       notes: equations that are computed whole, and draws.
       promised: equations that are split because the user says so.
-      failures: errors of rules, each of which is a fault of this library.
+      failures: errors of rules, none of which is the user's code's.
       programs: programs that are written once, see `Writer.once`.
     """
 
     notes: list[Any] = dataclasses.field(default_factory=list)
     promised: list[Note] = dataclasses.field(default_factory=list)
-    failures: list[Exception] = dataclasses.field(default_factory=list)
+    failures: list[Failure] = dataclasses.field(default_factory=list)
     programs: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -61,16 +68,16 @@ def note_of(e: core.JaxprEqn, size: int, name: str | None) -> Note:
 _failed: set[str] = set()
 
 
-def warn_of_failure(e: core.JaxprEqn, error: Exception) -> None:
-    """Warns once for the rule of each primitive, which failed, or does not know JAX."""
-    name = e.primitive.name
-    if name in _failed:
-        return
-    _failed.add(name)
-    warnings.warn(
-        f"The rule of ga_optax for {name} failed with jax {jax.__version__}: "
-        f"{type(error).__name__}: {error}. {name} at {places.line_of(e.source_info)} "
-        "is computed whole in each micro-batch instead: the result is right, but takes "
-        "more memory. Use a newer ga_optax.",
-        stacklevel=2,
-    )
+def unsaid(failures: Iterable[Failure]) -> Iterator[str]:
+    """What to say of failures, once for each primitive, if nothing else failed."""
+    for e, error in failures:
+        name = e.primitive.name
+        if name in _failed:
+            continue
+        _failed.add(name)
+        yield (
+            f"The rule of ga_optax for {name} failed with jax {jax.__version__}: "
+            f"{type(error).__name__}: {error}. {name} at "
+            f"{places.line_of(e.source_info)} is computed whole in each micro-batch "
+            "instead: the result is right, but takes more memory. Use a newer ga_optax."
+        )

@@ -9,7 +9,7 @@ from jax.extend import core, source_info_util
 
 from ga_optax._partition import created, labels, randoms, table
 from ga_optax._partition.axis import Axis
-from ga_optax._partition.notes import Drawn, Note, Records
+from ga_optax._partition.notes import Drawn, Failure, Note, Records
 from ga_optax._partition.values import (
     WHOLE,
     Layout,
@@ -51,7 +51,7 @@ class Partitioned(NamedTuple):
     meets: bool
     in_gradient: core.JaxprEqn | None
     reads_index: bool
-    failures: list[Exception]
+    failures: list[Failure]
 
 
 class Argument(NamedTuple):

@@ -11,7 +11,7 @@ from jax.extend import core, source_info_util
 
 from ga_optax._partition.axis import Axis
 from ga_optax._partition.made import computed_by, is_reshaped, is_scaled, number_of
-from ga_optax._partition.notes import Records, note_of, warn_of_failure
+from ga_optax._partition.notes import Failure, Records, note_of
 from ga_optax._partition.values import (
     PARTIAL,
     WHOLE,
@@ -363,7 +363,7 @@ class Writer:
         That is if rows meet where they must not, or if the rule of the equation fails,
         which is recorded. Computed whole the result is right all the same. Where
         nothing can be computed whole it raises `RowsMeet`, unless another way is tried
-        next, so that this is not the `last` one.
+        next, so that this is not the `last` one. Errors of the user's code come out.
         """
         results: list[Any] = []
         level, notes = self.level, self.records.notes
@@ -372,14 +372,14 @@ class Writer:
             yield results
         except Exception as error:
             meets = isinstance(error, RowsMeet)
-            if meets and last and self.scope.forbids_collectives:
+            forbidden = meets and last and self.scope.forbids_collectives
+            if forbidden or (not meets and places.is_of_user(error)):
                 raise
             self.level = level
             results.clear()
             del notes[before:]
             if not meets:
-                self.records.failures.append(error)
-                warn_of_failure(e, error)
+                self.records.failures.append(Failure(e, error))
 
     def _fits(self, e: core.JaxprEqn, out: list[Result]) -> bool:
         """True if a rule gave every result in the shape of its layout."""

@@ -1,4 +1,4 @@
-"""The line of the user's code from which an equation is.
+"""The line of the user's code from which an equation is, or an error.
 
 JAX knows the calls that led to an equation, from the function that was traced down to
 JAX itself. The line is the innermost one outside of installed packages; or, if there is
@@ -10,15 +10,23 @@ import inspect
 import itertools
 import os
 import re
+import sysconfig
+import traceback
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jaxlib
+import numpy as np
 from jax.extend import core, source_info_util
 
 from ga_optax._passes import read
 
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _INSTALLED = [f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages")]
+# Code that both the user's code and ours call. Packages lie within the second of these.
+_BETWEEN = tuple(os.path.dirname(x.__file__) + os.sep for x in (jax, jaxlib, np))
+_PYTHON = "<frozen ", sysconfig.get_path("stdlib") + os.sep
 _DEEPEST = 100  # calls
 _USERS = 2  # the rank of a line of the user's; 1 is that of another package
 
@@ -29,6 +37,30 @@ def in_name_of(fun: Callable[..., Any], run: Callable[..., Any]) -> Callable[...
     run = functools.update_wrapper(run, fun, updated=())
     run.__signature__ = signature  # pyrefly: ignore[missing-attribute]
     return run
+
+
+def is_of_user(error: Exception) -> bool:
+    """True if an error came out of the user's code, or is what JAX says of numbers.
+
+    The innermost code that is neither JAX's nor Python's raised the error, if only by
+    a call of JAX. Code of other packages, such as a rule of Flax, is the user's.
+    """
+    if isinstance(error, _OF_NUMBERS):
+        return True
+    calls = traceback.walk_tb(error.__traceback__)
+    files = [frame.f_code.co_filename for frame, _ in calls if not _is_between(frame)]
+    return bool(files) and not files[-1].startswith(_OURS)
+
+
+# The checks of `jax_debug_nans`, what a program raises where it runs, and no memory.
+_OF_NUMBERS = FloatingPointError, jax.errors.JaxRuntimeError, MemoryError
+
+
+def _is_between(frame: Any) -> bool:
+    """True if a call is of the code of JAX, of NumPy or of Python itself."""
+    path = frame.f_code.co_filename
+    is_installed = any(part in path for part in _INSTALLED)
+    return path.startswith(_BETWEEN) or (path.startswith(_PYTHON) and not is_installed)
 
 
 def line_of(source: Any) -> str:

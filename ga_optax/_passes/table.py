@@ -33,6 +33,7 @@ from ga_optax._passes import (
     gathered,
     log,
     narrowed,
+    places,
     products,
     repeats,
     shards,
@@ -102,6 +103,8 @@ def run(scope: str, program: Program, facts: Facts) -> Program:
                     raise TypeError("the results have other types")
                 program = new
             except Exception as error:  # Any: what JAX will change is not known.
+                if places.is_of_user(error):
+                    raise
                 _warn(change, error)
     return program
 

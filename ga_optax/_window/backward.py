@@ -57,18 +57,20 @@ def of_loss(
 
 
 def of_level(
-    values: Evaluation, number: int, buffers: Buffers, cotangents: Cotangents
+    values: Evaluation, level: Level, buffers: Buffers, cotangents: Cotangents
 ) -> Cotangents:
     """The cotangents after a level took those of its buffers back."""
-    way, rest = _way(values, Level(number), cotangents)
+    if not level.in_loop:
+        return of_shared(values, level, buffers, cotangents)
+    way, rest = _way(values, level, cotangents)
     return _looped(values, way, buffers, rest)[0] if way.cotangents else rest
 
 
 def of_shared(
-    values: Evaluation, number: int, buffers: Buffers, cotangents: Cotangents
+    values: Evaluation, level: Level, buffers: Buffers, cotangents: Cotangents
 ) -> Cotangents:
     """The cotangents after those of what micro-batches share went back, once."""
-    schedule, level = values.schedule, Level(number, in_loop=False)
+    schedule = values.schedule
     # A rule may be nonlinear: then it has to see the cotangent of all devices.
     every = schedule.operands(level)
     has_rule = any(map(known.has_rule, schedule.needed(every, level)[0]))

@@ -77,6 +77,11 @@ def of_loop(program: LossProgram, operands: Operands) -> Schedule:
     return Schedule(jaxpr, "", traits_of(jaxpr, "", smooth, rows))
 
 
+def of_all_rows(jaxpr: core.Jaxpr, number: int) -> Schedule:
+    """The schedule of a program of all rows, of which the first are parameters."""
+    return Schedule(jaxpr, "", traits_of(jaxpr, "", jaxpr.invars[:number], ()))
+
+
 def listed(
     schedule: Schedule, stored: Sequence[Stored], number: int, size: int
 ) -> list[DescribedLoop]:
@@ -85,15 +90,17 @@ def listed(
     Args:
       schedule: the schedule.
       stored: the values that it stores.
-      number: how many micro-batches a device has.
+      number: how many micro-batches a device has; 0 if all rows run at once.
       size: how many all devices have.
     """
-    devices = f" on each of {size // number} devices" if size > number else ""
+    devices = f" on each of {size // number} devices" if size > number > 0 else ""
     fills = {x.number: x for x in stored}
     in_words = []
     for x in stages(schedule):
         back = [y for e in x.back for y in _smooth_inside(e, schedule.traits)][::-1]
         loop = f"a loop over {number} micro-batches{devices}"
+        if not number:
+            loop = "once, all rows"
         if not x.level.in_loop:
             loop = "once, in no loop"
         elif x.level == Level(schedule.end):

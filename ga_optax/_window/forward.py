@@ -11,40 +11,41 @@ from ga_optax._devices.collectives import vary, zeros
 from ga_optax._loop.folds import FOLDS, Weighting
 from ga_optax._passes import interpret, read
 from ga_optax._window.evaluation import Arrays, Buffers, Evaluation, placed
+from ga_optax._window.runs import Stage
 from ga_optax._window.schedule import Level
 
 
-def fill(values: Evaluation, level: int, buffers: Buffers) -> Buffers:
+def fill(values: Evaluation, level: Level, buffers: Buffers) -> Buffers:
     """The buffers after a level, without residuals that no later level reads."""
     schedule = values.schedule
-    if members := schedule.filled_at(Level(level)):
-        new = filled(values, members, level, buffers)
-        buffers = buffers | across(values, new, _ACROSS)
-    return without(buffers, schedule.drops.get(level, ()))
+    if not level.in_loop:
+        return fill_shared(values, level, buffers)
+    new = filled(values, schedule.filled_at(level), level, buffers)
+    buffers = buffers | across(values, new, _ACROSS)
+    return without(buffers, schedule.drops.get(level.number, ()))
 
 
-def fill_shared(values: Evaluation, level: int, buffers: Buffers) -> Buffers:
+def fill_shared(values: Evaluation, level: Level, buffers: Buffers) -> Buffers:
     """The buffers after the values of a level that all micro-batches share."""
-    schedule, when = values.schedule, Level(level, in_loop=False)
-    members = schedule.filled_at(when)
-    if not members:
-        return buffers
+    schedule = values.schedule
     with jax.named_scope("forward"):
-        new = values.evaluate(schedule.operands(when), when, buffers)
-    return buffers | dict(zip(members, new, strict=True))
+        new = values.evaluate(schedule.operands(level), level, buffers)
+    return buffers | dict(zip(schedule.filled_at(level), new, strict=True))
 
 
 def fill_again(
-    values: Evaluation, level: int, buffers: Buffers, cotangents: Buffers
+    values: Evaluation, stage: Stage, buffers: Buffers, cotangents: Buffers
 ) -> Buffers:
-    """The buffers with dropped residuals of the segment that ends with a level."""
-    schedule = values.schedule
-    buffers = without(
-        buffers, filter(values.is_residual, schedule.filled_at(Level(level)))
-    )
-    if members := schedule.refills.get(level):
-        buffers |= filled(values, members, level + 1, buffers, cotangents)
-    return buffers
+    """The buffers with dropped residuals of the segment that ends before a level."""
+    buffers = before(values, Level(stage.level.number - 1), buffers)
+    new = filled(values, stage.fills, stage.level, buffers, cotangents)
+    return buffers | new
+
+
+def before(values: Evaluation, level: Level, buffers: Buffers) -> Buffers:
+    """The buffers without residuals that a level fills: its way back reads none."""
+    members = values.schedule.filled_at(level)
+    return without(buffers, filter(values.is_residual, members))
 
 
 def fill_last(values: Evaluation, buffers: Buffers, results: Arrays) -> Buffers:
@@ -63,7 +64,7 @@ def without(buffers: Buffers, numbers: Iterable[int]) -> Buffers:
 def filled(
     values: Evaluation,
     members: Sequence[int],
-    level: int,
+    level: Level,
     buffers: Buffers,
     late: Buffers | None = None,
 ) -> Buffers:
@@ -84,7 +85,7 @@ def filled(
     }
 
     def micro_batch(x: Any) -> Arrays:
-        return values.evaluate(operands, Level(level), buffers, x)
+        return values.evaluate(operands, level, buffers, x)
 
     closed: Any = jax.make_jaxpr(micro_batch)([x[0] for x in values.xs])
 

@@ -97,7 +97,7 @@ def room_sentence(room: tuple[int, int, int]) -> str:
 
 
 def report(schedule: Schedule, limit_is_ours: bool) -> None:
-    """Logs the report of a window.
+    """Logs the report of a window, before it runs.
 
     Warns if any equation runs more often than it should, if the limit of residuals is
     ours and not the user's.
@@ -130,8 +130,8 @@ def _stored(schedule: Schedule, runs: dict[int, Runs]) -> Iterator[Stored]:
         for x in e.outvars if is_collective(e, schedule.axis) else ():
             results.setdefault(schedule.views[x].buffer, x)
     for i, b in enumerate(schedule.buffers):
-        if b.level == Level(schedule.end) and b.is_folded:
-            continue  # no level reads this buffer: it is a result, as the loss is
+        if b.level == Level(0) or (b.level == Level(schedule.end) and b.is_folded):
+            continue  # an argument; or no level reads it: it is a result, as the loss
         x = results.get(i, b.operand)
         line, shape = _line(schedule, x), tuple(x.aval.shape)
         is_variable = read.is_variable(b.operand)

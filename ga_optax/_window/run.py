@@ -25,7 +25,7 @@ from ga_optax._loop.run import Outcome
 from ga_optax._window import backward, cost, forward, room
 from ga_optax._window.backward import Wanted
 from ga_optax._window.evaluation import Arrays, Buffers, Evaluation, MeetingLoss
-from ga_optax._window.report import report
+from ga_optax._window.runs import stages
 from ga_optax._window.schedule import Level, Schedule
 from ga_optax._window.shared import share
 
@@ -45,26 +45,28 @@ def prepared(
 def run(values: Evaluation) -> Outcome:
     """The results of a window, the loss first, and the sums of the gradients.
 
-    Logs the report of the window; warns if equations run more often than they should.
+    It runs the `stages` that reports show, but what comes after all of them.
     """
     schedule, operands, axes = values.schedule, values.operands, values.axes
-    report(schedule, values.residual_bytes is None)
     # What the loop of the loss fills, results read that have no derivative.
     earlier = [b for b in schedule.buffers if b.level < Level(schedule.end)]
     goes_back = any(b.has_cotangent for b in earlier)
-    buffers = values.arguments()
-    for level in range(schedule.end):
-        buffers = forward.fill(values, level, buffers)
-        buffers = forward.fill_shared(values, level + 1, buffers)
-    if not goes_back:
-        return _in_one_loop(values, buffers)
+    order, buffers = list(stages(schedule)), values.arguments()
     cotangents = dict(zip(values.params, operands.acc.total, strict=True))
     wanted = _wanted(values)
-    cotangents, loop, state = backward.of_loss(values, buffers, cotangents, wanted)
-    for level in reversed(range(schedule.end)):
-        buffers = forward.fill_again(values, level, buffers, cotangents)
-        cotangents = backward.of_shared(values, level + 1, buffers, cotangents)
-        cotangents = backward.of_level(values, level, buffers, cotangents)
+    for stage in order:
+        if stage.kind == "fill":
+            buffers = forward.fill(values, stage.level, buffers)
+        elif stage.kind == "the loss":
+            if not goes_back:
+                return _in_one_loop(values, buffers)
+            some = values, buffers, cotangents, wanted
+            cotangents, loop, state = backward.of_loss(*some)
+        elif stage.kind == "fill again":
+            buffers = forward.fill_again(values, stage, buffers, cotangents)
+        elif stage.kind == "back":
+            buffers = forward.before(values, stage.level, buffers)
+            cotangents = backward.of_level(values, stage.level, buffers, cotangents)
     count = operands.acc.count + schedule.num_values["residual"]
     acc = state.acc._replace(total=[cotangents[j] for j in values.params])
     state = state._replace(acc=acc, carry=[])

@@ -2,7 +2,7 @@
 
 A stage is a loop over the micro-batches, or a computation of what they share. A stage
 on the way back knows which equations need not run forward, since no gradient reads
-their results, and which buffers it fills again.
+their results, and which buffers it fills again. `run` runs this list; reports show it.
 """
 
 import collections
@@ -22,6 +22,8 @@ class Stage(NamedTuple):
 
     Attributes:
       name: the name, in words.
+      kind: what it does: "fill" or "fill again" buffers, take cotangents "back", or
+        compute "the loss", or what comes "after" it.
       level: the time: buffers of earlier levels are known.
       forward: the equations that run forward.
       back: the equations through which cotangents go back, if they have some.
@@ -29,6 +31,7 @@ class Stage(NamedTuple):
     """
 
     name: str
+    kind: str
     level: Level
     forward: Sequence[core.JaxprEqn]
     back: Sequence[core.JaxprEqn] = ()
@@ -42,25 +45,26 @@ def stages(schedule: Schedule) -> Iterator[Stage]:
         for level in (Level(n), Level(n + 1, in_loop=False)):
             if members := schedule.filled_at(level):
                 runs = schedule.needed(schedule.operands(level), level)[0]
-                yield Stage(_name(level), level, runs, fills=members)
+                yield Stage(_name(level), "fill", level, runs, fills=members)
     runs, back = (
         schedule.needed(schedule.roots(schedule.end, smooth=smooth), last)[0]
         for smooth in (False, True)
     )
-    yield Stage("the loss", last, runs, back, schedule.filled_at(last))
+    yield Stage("the loss", "the loss", last, runs, back, schedule.filled_at(last))
     for n in reversed(numbers):
         if members := schedule.refills.get(n):
             others = set(range(len(schedule.buffers))) - set(members)
             operands = [schedule.buffers[j].operand for j in members]
-            runs = schedule.needed(operands, Level(n + 1), known=others)[0]
-            yield Stage(f"level {n}, filled again", Level(n + 1), runs, fills=members)
+            level, name = Level(n + 1), f"level {n}, filled again"
+            runs = schedule.needed(operands, level, known=others)[0]
+            yield Stage(name, "fill again", level, runs, fills=members)
         for level in (Level(n + 1, in_loop=False), Level(n)):
             if roots := schedule.operands(level, smooth=True):
                 back = schedule.needed(roots, level)[0]
                 runs = _read_back(schedule, back) if level.in_loop else back
-                yield Stage(f"{_name(level)}, back", level, runs, back)
+                yield Stage(f"{_name(level)}, back", "back", level, runs, back)
     if runs := schedule.needed(schedule.epilogue_results, schedule.epilogue)[0]:
-        yield Stage("after the loops", schedule.epilogue, runs)
+        yield Stage("after the loops", "after", schedule.epilogue, runs)
 
 
 def _name(level: Level) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from corpus import losses
 from corpus.losses import LOSSES, N
-from helpers import array, bits, leaves_of, mean_of, off, undivided
+from helpers import array, bits, failing, leaves_of, mean_of, off, undivided
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
@@ -264,9 +264,7 @@ def test_what_the_partitioner_cannot_do_is_computed_of_all_rows_and_said(monkeyp
     def loss(w, x):
         return jnp.mean((x @ w) ** 2), x.shape[0]
 
-    def broken(*args):
-        raise KeyError("a parameter that jax renamed")
-
+    broken = failing(KeyError("a parameter that jax renamed"))
     want = jax.value_and_grad(loss, has_aux=True)(W, X)
     monkeypatch.setattr(of_rows, "partition", broken)
     with pytest.warns(UserWarning, match=r"all rows at once.*KeyError: 'a parameter"):

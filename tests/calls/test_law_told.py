@@ -11,17 +11,19 @@ import pytest
 from corpus import losses
 from corpus.harness import with_rules
 from corpus.losses import LOSSES
-from helpers import mesh_of, off, put
+from helpers import failing, mesh_of, off, put
 from index import TESTS
 from jax.sharding import PartitionSpec
 
 import ga_optax as ga
-from ga_optax._calls import advice
+from ga_optax._calls import advice, rows
 from ga_optax._calls.words import log_what_is_missing
-from ga_optax._loop import in_place
+from ga_optax._loop import additions, in_place
 from ga_optax._partition import notes
 from ga_optax._partition.values import RowsMeet
-from ga_optax._window import report, room
+from ga_optax._passes import places
+from ga_optax._window import backward, report, room
+from ga_optax._window import run as window
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 HERE = str(TESTS) + os.sep
@@ -248,15 +250,12 @@ def cumulated(w, x):
 def failures(key, error):
     """What is said of the value, which is right, if one rule raises an error."""
 
-    def rule(*args):
-        raise error
-
     def run():
         got, due = (make(cumulated)(W, X) for make in (of_rows, jax.value_and_grad))
         assert off(got, due) < 200 * ROWS * np.finfo(np.float32).eps
 
     of_rows = lambda fun: ga.value_and_grad(fun, K)  # noqa: E731
-    with with_rules(lambda name, plain: rule if name == key else plain):
+    with with_rules(lambda name, plain: failing(error) if name == key else plain):
         return [text for text in warned(run) if "failed" in text]
 
 
@@ -274,3 +273,185 @@ def test_a_rule_that_fails_is_said_once_and_the_value_is_right(monkeypatch):
     assert re.search("for custom_jvp_call failed.*KeyError: 'jvp_jaxpr_fun'", said)
     # The twins: rows meet where they cannot, or nothing is broken.
     assert failures("tanh", RowsMeet()) == failures("nothing", None) == []
+
+
+# -- Errors of the user's code ---------------------------------------------------------
+
+
+def called(loss, name, k=K):
+    """The functions of the library, with a loss."""
+    acc = ga.accumulator.init(W)
+    step = lambda k: jax.jit(ga.value_and_grad(loss, k))  # noqa: E731
+    return {
+        "value_and_grad": lambda: ga.value_and_grad(loss, k)(W, X),
+        "jit": lambda: step(k)(W, X),
+        "optimize=False": lambda: ga.value_and_grad(loss, k, optimize=False)(W, X),
+        "microbatch": lambda: jax.grad(ga.microbatch(loss, k))(W, X),
+        "accumulate": lambda: ga.accumulate(loss, k)(acc, W, X),
+        "batch_dependencies": lambda: ga.batch_dependencies(loss, k)(W, X),
+        "verify": lambda: ga.verify(loss, W, X, k),
+        "plan": lambda: ga.plan(
+            step, W, X, batch_size=ROWS, memory_limit=1, candidates=[k]
+        ),
+    }[name]
+
+
+CALLS = "value_and_grad jit optimize=False microbatch accumulate batch_dependencies"
+CALLS = [*CALLS.split(), "verify", "plan"]
+
+
+def kernel(error, rule):
+    """A function with a rule of the user's that raises."""
+
+    def raises(*args):
+        raise error
+
+    if rule == "jvp":
+        fun = jax.custom_jvp(jnp.tanh)
+        fun.defjvp(raises)
+    else:
+        fun = jax.custom_vjp(jnp.tanh)
+        saves = lambda x: (jnp.tanh(x), x)  # noqa: E731
+        fun.defvjp(*(raises, saves) if rule == "fwd" else (saves, raises))
+    return fun
+
+
+@pytest.mark.parametrize("rule", ["bwd", "fwd", "jvp"])
+@pytest.mark.parametrize("name", CALLS)
+def test_an_error_of_a_rule_of_the_users_comes_out_as_it_is(name, rule):
+    error, runs = ValueError("head_dim must be 128"), []
+    fun = kernel(error, rule)
+
+    def loss(w, x):
+        runs.append(x.shape)
+        h = fun(x @ w)
+        return jnp.mean((h - h.mean(0)) ** 2)
+
+    def call():
+        with pytest.raises(ValueError, match="head_dim must be 128") as raised:
+            called(loss, name)()
+        if name != "plan":  # it tries other numbers, and says what each of them raised
+            assert raised.value is error
+
+    assert warned(call) == []
+    assert len(runs) == 1
+
+
+@pytest.mark.quick
+def test_a_rule_of_the_users_that_jax_does_not_call_may_raise():
+    fun = kernel(NotImplementedError("no gradient"), "bwd")
+
+    def loss(w, x):
+        h = x @ w
+        stopped = jax.lax.stop_gradient(fun(h)).sum() + fun(w).sum() * 0
+        return jnp.mean(h**2) + jax.lax.stop_gradient(stopped), fun(h - h.mean(0))
+
+    def call():
+        got = jax.jit(ga.value_and_grad(loss, K, has_aux=True))(W, X)
+        due = jax.value_and_grad(loss, has_aux=True)(W, X)
+        assert off(got, due) < 200 * ROWS * np.finfo(np.float32).eps
+
+    assert [text for text in warned(call) if "computes" not in text] == []
+    with pytest.raises(NotImplementedError, match="no gradient"):  # the twin
+        ga.value_and_grad(lambda w, x: fun(x @ w).sum(), K)(W, X)
+
+
+@pytest.mark.parametrize("meets", [False, True])
+@pytest.mark.parametrize("name", [x for x in CALLS if x != "plan"])
+def test_a_nan_is_found_once_and_all_rows_do_not_run(name, meets):
+    runs = []
+
+    def loss(w, x):
+        runs.append(x.shape)
+        h = x @ w
+        return jnp.mean(jnp.log(h - h.mean(0) if meets else h))
+
+    def count(call):
+        del runs[:]
+        with pytest.raises(FloatingPointError):
+            call()
+        return len(runs)
+
+    def call():
+        found = called(loss, name)
+        if name == "batch_dependencies":  # computes nothing
+            assert found().undivided == ""
+        elif name == "verify":
+            count(found)
+        else:  # JAX runs a jitted function once more, to find the line
+            own = jax.value_and_grad(loss)
+            due = count(lambda: (jax.jit(own) if name == "jit" else own)(W, X))
+            assert count(found) == due
+
+    with jax.debug_nans(True):
+        assert warned(call) == []
+
+
+@pytest.mark.quick
+def test_an_error_is_the_users_if_their_code_is_innermost_but_for_jax(tmp_path):
+    def error_of(run):
+        with pytest.raises(TypeError) as raised:
+            run()
+        return raised.value
+
+    ours = failing(TypeError("ours"))
+    theirs = failing(TypeError("theirs"), str(tmp_path / "site-packages" / "a.py"))
+    assert not places.is_of_user(error_of(ours))
+    assert not places.is_of_user(error_of(lambda: jax.jit(ours)(1.0)))
+    assert places.is_of_user(error_of(theirs))
+    assert places.is_of_user(error_of(lambda: jax.vmap(theirs)(W)))
+    assert places.is_of_user(error_of(lambda: jnp.sin("a")))  # a wrong call of JAX
+
+
+# -- Calls that are not divided --------------------------------------------------------
+
+STATIONS = {
+    "partition": (rows, "partition"),
+    "schedule": (window, "prepared"),
+    "run": (window, "run"),
+    "the loop": (backward, "arrival"),
+    "loop": (additions, "choose"),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", STATIONS)
+def test_a_report_foresees_that_all_rows_run_at_once(name, monkeypatch):
+    def loss(w, x):
+        h = x @ w
+        return jnp.mean((h if name == "loop" else h - jnp.tanh(h).mean(0)) ** 2)
+
+    assert found(loss, W, X).undivided == ""  # the twin
+    monkeypatch.setattr(*STATIONS[name], failing(KeyError("a parameter")))
+    it = found(loss, W, X)
+    [said] = warned(lambda: jax.jit(ga.value_and_grad(loss, K))(W, X))
+    assert "all rows at once" in said
+    assert it.undivided in said
+    assert "cannot divide the program: KeyError: 'a parameter'" in it.undivided
+    [stage] = it.stages
+    assert stage.loop == "once, all rows, forward and backward"
+    assert {x.holds.split(" of ")[0] for x in stage.computes} == {"all"}
+    assert (it.forward_passes, it.backward_passes, it.meetings) == (1, 1, [])
+    for text in str(it), it.details:
+        assert text.startswith("All rows run at once, in the memory that this takes: 1")
+
+
+@pytest.mark.quick
+def test_one_micro_batch_is_reported_as_all_rows():
+    it = ga.batch_dependencies(cumulated, 1)(W, X)
+    assert it.undivided == "there is one micro-batch"
+    assert [x.loop for x in it.stages] == ["once, all rows, forward and backward"]
+
+
+@pytest.mark.quick
+def test_what_all_rows_cannot_do_either_is_an_error_without_a_warning():
+    def loss(w, x):  # JAX has no derivative of such a loop, with rows or without
+        stop = lambda c: jnp.abs(c).sum() > 1  # noqa: E731
+        return jax.lax.while_loop(stop, lambda c: c / 2, x @ w).sum()
+
+    def call():
+        for run in map(called, [loss] * 3, CALLS[:2] + CALLS[5:6]):
+            with pytest.raises(ValueError, match="Reverse-mode differentiation"):
+                run()
+
+    assert warned(call) == []

@@ -227,3 +227,20 @@ def test_small_gradients_keep_their_digits():
     tiny = float(jnp.finfo(HALF).smallest_subnormal)
     np.testing.assert_array_less(jnp.abs(got - due), 65 * tiny)
     assert jnp.any(jnp.abs(due) > 64 * tiny)
+
+
+# -- float8 without -0 -----------------------------------------------------------------
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fnuz, jnp.float8_e5m2fnuz])
+def test_xla_casts_what_rounds_to_minus_zero_to_nan_in_a_loop(dtype):
+    """A plain program: docs/pitfalls.md says it. If this fails, XLA is mended."""
+
+    def low(x):
+        return x.astype(dtype).astype(jnp.float32)
+
+    tiny = jnp.full(10, -1e-9)
+    assert np.isnan(jax.jit(lambda x: jax.lax.map(low, x))(tiny)).all()
+    assert (jax.jit(low)(tiny) == 0).all()
+    assert (jax.jit(lambda x: jax.lax.map(low, x))(-tiny) == 0).all()

@@ -3,9 +3,11 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import off
 
 import ga_optax as ga
-from ga_optax._window import room
+from ga_optax._window import room, runs
+from ga_optax._window import run as window
 
 K, N, D = 4, 16, 3
 W, X = jnp.ones(D), jnp.ones((N, D))
@@ -167,3 +169,24 @@ def test_what_is_dropped_on_the_way_is_filled_again_before_it_is_read(monkeypatc
         assert found[name].fills
         back = names.index(name.replace("filled again", "back"))
         assert names.index("the loss") < names.index(name) < back
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("fun", [root, norms])
+def test_what_runs_is_the_list_that_is_shown(fun, monkeypatch):
+    lists = []
+
+    def listed(schedule):
+        lists.append(list(runs.stages(schedule)))
+        return lists[-1]
+
+    monkeypatch.setattr(window, "stages", listed)
+    jax.jit(ga.value_and_grad(fun, K))(W, X)
+    [ran] = lists
+    assert [x.name for x in ran] == list(of(fun))
+    x = jnp.arange(N * D, dtype=jnp.float32).reshape(N, D) / N
+    due = jax.grad(fun)(W, x)
+    monkeypatch.setattr(
+        window, "stages", lambda x: [y for y in ran if y.kind != "back"]
+    )
+    assert off(jax.jit(ga.value_and_grad(fun, K))(W, x)[1], due) > 0.01  # the twin
