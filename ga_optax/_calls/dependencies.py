@@ -261,7 +261,7 @@ def batch_dependencies(
 
     @functools.wraps(fun)
     def dependencies(*args: Any, **kwargs: Any) -> BatchDependencies:
-        call = Call.of(options, args, kwargs, hint=True)._replace(labels=True)
+        call = Call.of(options, args, kwargs, hint=True, labels=True)
         (micro_batch, program, operands, _), plan = _scheduled(call)
         part, number = micro_batch.part, len(operands.batch[-1])
         if plan is None:
