@@ -137,6 +137,16 @@ def check_arrays(name: str, tree: Any, todo: str = "") -> None:
             ) from None
 
 
+def check_no_types(name: str, tree: Any) -> None:
+    """Raises if a leaf of `tree` is a `jax.ShapeDtypeStruct`, which has no numbers."""
+    for leaf, x in named_leaves(tree):
+        if isinstance(x, jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"{name} must hold numbers, but {leaf} is a type, {x}. Pass arrays; "
+                "ga_optax.batch_dependencies and jax.eval_shape take types."
+            )
+
+
 _OF_PARAMS = "Pass the gradient with respect to the parameters of the state."
 
 
@@ -331,7 +341,8 @@ def check_dtype(dtype: DTypeLike | None) -> np.dtype | None:
     if dtype is None:
         return None
     canonical: Any = dtype
-    with contextlib.suppress(TypeError):  # raised for an object that is no dtype
+    # Raised for an object that is no dtype, and for the dtype of keys.
+    with contextlib.suppress(TypeError, ValueError):
         canonical = jax.dtypes.canonicalize_dtype(dtype)
     is_dtype = isinstance(canonical, np.dtype)
     if not (is_dtype and jnp.issubdtype(canonical, jnp.floating)):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -99,7 +100,7 @@ class Config:
         """The k of this step: an int if k is known."""
         if isinstance(self.every_k_schedule, int):
             return self.every_k_schedule
-        k = self.every_k_schedule(step)
+        k = _in_micro_steps(self.every_k_schedule(step))
         if not isinstance(k, jax.core.Tracer):
             return check_int(_LENGTH, k, _RETURN)
         if k.shape != () or not jnp.issubdtype(k.dtype, jnp.integer):
@@ -115,10 +116,21 @@ _ACCUMULATORS = {
     optax.ApplyEvery: "an optax.apply_every",
 }
 _LENGTH = "The result of every_k_schedule"
-_RETURN = (
-    "Return the number of micro-steps in the window of that step, at least 1; cast a "
-    "schedule of floats: jnp.int32(k)."
-)
+_RETURN = "Return the number of micro-steps in the window of that step, at least 1."
+
+
+def _in_micro_steps(k: Any) -> Any:
+    """`k`; of a real number, such as schedules of Optax return, the next integer.
+
+    So a window closes when it holds k micro-steps or more, in any dtype of k: bfloat16
+    has no 299, and a count that is cast to bfloat16 would be 300 too early.
+    """
+    is_number = isinstance(k, (float, np.generic, jax.Array)) and jnp.shape(k) == ()
+    if not (is_number and jnp.issubdtype(jnp.result_type(k), jnp.floating)):
+        return k
+    if isinstance(k, jax.core.Tracer):
+        return jnp.ceil(k).astype(jnp.int32)
+    return math.ceil(k) if math.isfinite(k) else k
 
 
 def differentiated(params: Any) -> Any:

@@ -103,8 +103,8 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
       opt: the inner optimizer, any `optax.GradientTransformation`. For
         `optax.lookahead`, gradients and their sum are those of the fast parameters.
       every_k_schedule: k, micro-steps a window: an int, or a function of the step
-        (traced) that returns an int. A window closes when it holds k or more, so a
-        smaller k closes the open window with the next micro-step.
+        (traced), such as a schedule of Optax. A window closes when it holds k or more,
+        so a smaller k closes the open window with the next micro-step.
       use_grad_mean: whether `opt` sees the mean (default) or the sum Σ w·g.
       should_skip_update_fn: `(updates, step, params) -> (skip, skip_state)`, as in
         Optax. If `skip` is true, that micro-step never happened.

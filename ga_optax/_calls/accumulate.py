@@ -26,7 +26,12 @@ from ga_optax._calls.options import Argument, Options
 from ga_optax._calls.region import WHOLE, ManualAxisError, gradients, over_mesh
 from ga_optax._calls.results import put_together
 from ga_optax._calls.words import explains_keywords, warns_outside_jit
-from ga_optax._checks import check_arrays, check_gradients, named_leaves
+from ga_optax._checks import (
+    check_arrays,
+    check_gradients,
+    check_no_types,
+    named_leaves,
+)
 from ga_optax._checks import is_key as is_one_key
 from ga_optax._devices import meshes
 from ga_optax._devices.data_axis import DataAxis
@@ -203,6 +208,7 @@ def _check_continues(call: Call, acc: Any) -> None:
             "The first argument must be the accumulator to continue, but it is of "
             f"type {type(acc).__name__}. Start with accumulator.init(params)."
         )
+    check_no_types("acc", acc)
     devices, axis = call.devices, call.options.data_axis
     specs = [] if axis is None else [axis.param_specs, axis.grad_specs]
     other = devices.each or devices.logical or any(x is not None for x in specs)

@@ -29,7 +29,8 @@ _TODO = {
     "micro-batch. Give each row a loop of its own, by jax.vmap.",
     **dict.fromkeys(("gather", "scatter", "scatter-max", "scatter-min"), _OF_INDEX),
     "reshape": "A reshape cuts rows into pieces, and micro-batches would have unequal "
-    "numbers of them: choose a number of pieces that num_microbatches divides.",
+    "numbers of them: choose a number of pieces that num_microbatches divides, or "
+    "fewer micro-batches.",
     "dynamic_update_slice": "Join the new part and the old one by jnp.concatenate.",
 }
 _OF_EFFECT = (

@@ -15,7 +15,13 @@ from ga_optax import config
 from ga_optax._calls import batches, words
 from ga_optax._calls.devices import Devices
 from ga_optax._calls.options import Argument, Options
-from ga_optax._checks import check_arrays, check_inexact, named_leaves, nodes_of
+from ga_optax._checks import (
+    check_arrays,
+    check_inexact,
+    check_no_types,
+    named_leaves,
+    nodes_of,
+)
 from ga_optax._devices import collectives
 from ga_optax._loop.loss import DeviceContext
 from ga_optax._passes import probe
@@ -56,17 +62,28 @@ class Call(NamedTuple):
     sees: Callable[[Any], None] | None = None
 
     @classmethod
-    def of(cls, options: Options, args: Any, kwargs: Any, hint: bool = False) -> "Call":
+    def of(
+        cls,
+        options: Options,
+        args: Any,
+        kwargs: Any,
+        hint: bool = False,
+        types: bool = False,
+    ) -> "Call":
         """Checks the arguments; raises before `fun` is traced.
 
         If `batch_argnums` is a `hint`, leaves that cannot be split go whole, and an
-        argument without a role that has the rows of the batch is split as well.
+        argument without a role that has the rows of the batch is split as well. With
+        `types`, for a report, arguments may be types.
         """
         optimize = options.optimize and config.optimize and probe.usable()
         if optimize:
             words.log_what_is_missing()
         options = options._replace(optimize=optimize)
-        call = cls(options, args, kwargs, options.roles(len(args), kwargs))
+        roles = options.roles(len(args), kwargs)
+        call = cls(options, args, kwargs, roles)
+        for i in itertools.chain(*roles.values()) if not types else ():
+            check_no_types(batches.argument(i), call.at(i))
         for i in call.roles["argnums"]:
             check_parameters(i, call.at(i))
             check_arrays(batches.argument(i), call.at(i))

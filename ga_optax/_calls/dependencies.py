@@ -261,7 +261,7 @@ def batch_dependencies(
 
     @functools.wraps(fun)
     def dependencies(*args: Any, **kwargs: Any) -> BatchDependencies:
-        call = Call.of(options, args, kwargs, hint=True)
+        call = Call.of(options, args, kwargs, hint=True, types=True)
         plan, closed = _seen(call)
         notes, why, number, last = ([], [], []), "", 0, WindowReport(0, 1, 0, ())
         if isinstance(plan, AllRows):

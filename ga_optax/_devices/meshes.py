@@ -264,13 +264,19 @@ def placements(
     sizes, result = _sizes(mesh), []
     for (name, leaf), spec in zip(leaves, leaf_specs, strict=True):
         entries = enumerate([] if spec is None else list(spec))
+        if specs is not None and len(spec or ()) > jnp.ndim(leaf):
+            raise ValueError(
+                f"{option} must fit the parameters, but {spec} has {len(spec)} "
+                f"entries, and {name} has shape {jnp.shape(leaf)}. Pass a spec with at "
+                "most one entry for each dimension."
+            )
         dims = ((dim, tuple(n for n in names_in(x) if n in axes)) for dim, x in entries)
         placement = Placement(tuple((dim, names) for dim, names in dims if names))
         # Inside a shard_map a sharded leaf is one device's part already.
         whole = mesh is not None or option == "grad_specs"
         for dim, names in placement.dims if specs is not None else ():
             size = math.prod(sizes[axis] for axis in names) if whole else 1
-            if dim >= jnp.ndim(leaf) or jnp.shape(leaf)[dim] % size:
+            if jnp.shape(leaf)[dim] % size:
                 raise ValueError(
                     f"{option} must fit the parameters, but {spec} splits dimension "
                     f"{dim} of {name} into {size} parts, and its shape is "

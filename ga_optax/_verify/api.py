@@ -156,12 +156,8 @@ def _check(fun: Any, params: Any, batch: Any, rng: Any, weight_fn: Any) -> None:
     _checks.check_not_empty("batch", batch, "Pass the examples along axis 0 of arrays.")
     check_parameters(0, params)
     _checks.check_gradients(params, params, name="params", expected="params")
-    for name, x in _checks.named_leaves((params, batch)):
-        if isinstance(x, jax.ShapeDtypeStruct):
-            raise TypeError(
-                f"verify must have numbers to compare, but {name} of (params, batch) "
-                "is a type. Pass arrays; ga_optax.batch_dependencies takes types."
-            )
+    for name, tree in (("params", params), ("batch", batch)):
+        _checks.check_no_types(name, tree)
     if rng is not None:
         _checks.check_not_empty("rng", rng, "Pass jax.random.key(0), or leave it out.")
 

@@ -85,6 +85,45 @@ def test_a_run_gives_what_optax_gives(args, kwargs):
         assert bool(ours[i]["skip_state"]["should_skip"])
 
 
+SCHEDULES = {
+    "piecewise": optax.piecewise_constant_schedule(2, {1: 1.5}),  # 2, 3, 3, ...
+    "linear": optax.linear_schedule(1.0, 4.0, 4),  # 1, 1.75, 2.5, ...
+    "down": lambda step: jnp.bfloat16(3.5) - step.astype(jnp.bfloat16),
+    "narrow": lambda step: step.astype(jnp.float16) / 2 + 1,
+}
+
+
+@pytest.mark.grid(2, 8)
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_of_floats_closes_windows_that_hold_k_or_more(name, chained):
+    """As in Optax with the next integer: it takes no floats itself."""
+
+    def history(of, schedule):
+        tx = of(SGD, schedule).gradient_transformation()
+        tx = optax.chain(optax.clip(2.0), tx) if chained else tx
+        seen, params, state = [], PARAMS, jax.jit(tx.init)(PARAMS)
+        for grads in gradients(9):
+            updates, state = jax.jit(tx.update)(grads, state, params)
+            params = optax.apply_updates(params, updates)
+            own = state[1] if chained else state
+            seen.append({"params": params, "at": (own.mini_step, own.gradient_step)})
+        return seen, state
+
+    def integers(step, round_up=jnp.ceil):
+        return round_up(SCHEDULES[name](step)).astype(jnp.int32)
+
+    ours, state = history(ga.MultiSteps, SCHEDULES[name])
+    theirs, _ = history(optax.MultiSteps, integers)
+    assert_same_run(ours, theirs)
+    assert int(ga.stats(state).fill) == int(theirs[-1]["at"][0])
+    assert len({int(x["at"][1]) for x in theirs}) > 2  # of several lengths
+    # The twin: rounded down it closes earlier.
+    down = functools.partial(integers, round_up=jnp.floor)
+    early, _ = history(ga.MultiSteps, down)
+    assert name == "piecewise" or early[-1]["at"] != theirs[-1]["at"]
+
+
 INTEGERS = {**PARAMS, "n": jnp.array([3, 5]), "on": jnp.array([True, False])}
 
 

@@ -291,11 +291,23 @@ def test_a_state_restored_as_numpy_arrays_gives_the_same_bits(k):
     assert bits(ga.apply_gradients(tx, last, *restored)) == bits(due)
 
 
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8])
-def test_a_narrow_schedule_closes_the_window_when_it_is_full(dtype):
-    k = 127  # the most of int8
-    tx, one = ga.MultiSteps(SGD, lambda step: jnp.asarray(k, dtype)), jnp.ones(1)
-    state = tx.init(one)._replace(mini_step=jnp.int32(k - 2), weight=jnp.float32(k - 2))
+@pytest.mark.parametrize(
+    ("dtype", "k"),
+    [
+        (jnp.int8, 127),  # the most of it
+        (jnp.uint8, 127),
+        (jnp.bfloat16, 300),  # 299 is 300 in it
+        (jnp.float16, 2052),  # 2,051 is 2,052 in it
+        (float, 1.5),
+    ],
+)
+def test_a_narrow_schedule_closes_the_window_when_it_is_full(dtype, k):
+    def schedule(step):
+        return k if dtype is float else jnp.full_like(step, k, dtype)
+
+    tx, one, before = ga.MultiSteps(SGD, schedule), jnp.ones(1), np.ceil(k) - 2
+    of_before = {"mini_step": jnp.int32(before), "weight": jnp.float32(before)}
+    state = tx.init(one)._replace(**of_before)
     seen = train(tx, [one, one], one, state=state)
     assert [bool(ga.has_updated(state)) for _, state in seen] == [False, True]
 

@@ -68,6 +68,10 @@ W, X, batch_axes=None
 W, {"x": X, "id": WORDS}
   -> T must hold arrays | argument 1 has a list of 8 strings | such as token ids
 W, [1.0] * 8 -> T a list of 8 numbers | Pass jnp.asarray of it
+jax.eval_shape(lambda: W), X
+  -> T argument 0 must hold numbers | the only leaf is a type, | Pass arrays
+W, {"x": X, "y": jax.eval_shape(lambda: X)}
+  -> T argument 1 must hold numbers | leaf ['y'] is a type, | Pass arrays
 W, X[:0] -> V at least one example | shape (0,) | Skip the call
 argnums=1 -> V batch_argnums must not overlap argnums | name argument 1
   | Give each argument one role | ga_optax.microbatch(
@@ -197,6 +201,7 @@ W, {"t": W} -> V hold arrays | none with an axis: leaf ['t'] is a scalar
 W, {"table": np.ones(11), "x": X} -> V but leaf ['table'] has shape (11,)
   | 1 or 11; or | leaf ['table'] None in
 accumulator_dtype=jnp.int32 -> T must be a | int32 | Use float32
+accumulator_dtype=jax.dtypes.prng_key -> T must be a floating | prng_key | Use float32
 k=None -> T One of num_microbatches and microbatch_size must be given | neither was
   | Pass how many micro-batches there are, or how many rows
 microbatch_size=8 -> T One of num_microbatches and microbatch_size must be given
@@ -278,7 +283,7 @@ verify(k=3) -> V must divide the batch axis
 verify(params={}) -> V params must | this dict has no array
 verify(params={"n": jnp.arange(3)}) -> T leaf ['n'] of params
 verify(batch=()) -> V batch must hold at least one array
-verify(batch=jax.eval_shape(lambda: X)) -> T numbers | is a type. | Pass arrays
+verify(batch=jax.eval_shape(lambda: X)) -> T batch must hold numbers | is a type, | Pass
 verify(batch={"x": 1.0}) -> V ['x'] is a scalar. | Give it None
 verify(batch=LENGTHS) -> V ['b'] has shape (4,)
 verify(weight_fn=3) -> T weight_fn must be a function
@@ -379,6 +384,8 @@ sharded(NAME={"w": "data"}) -> T NAME must be a tree of PartitionSpec
 sharded(NAME={"w": P()}) -> V NAME must be a prefix
 sharded(NAME=P(None, None, None, "data")) -> V NAME must fit the param
 sharded(NAME=P("data")) -> V leaf ['w'] | (3, 8, 16)
+sharded(NAME={"w": P(), "b": P("data", *[None] * 9)})
+  -> V NAME must fit the param | 10 entries, and leaf ['b'] | at most one entry
 sharded(NAME={"w": P(), "c": P()}) -> V prefix | leaf ['b'] has no spec | Pass jax
 sharded(NAME={"w": P(), "b": P(), "c": P()})
   -> V prefix | have no leaf ['c'], which has a spec | Pass jax.tree
@@ -471,7 +478,7 @@ made(np.int32(0)) -> V at least 1
 made(2.0) -> T int or a function, but it is 2.0 of type float
 made(True) -> T True of type bool
 made(jnp.array(2)) -> T int or a function
-traced(lambda step: step / 2) -> T every_k_schedule must be an int, but it is float32[]
+traced(lambda step: step * 1j) -> T every_k_schedule must be an int, but it is complex
 traced(lambda step: jnp.stack([step] * 2)) -> T an int, but it is int32[2]
 started(opt=TX) -> V 2 x 2 = 4 micro-steps
 started(opt=OF_OPTAX) -> V it is an optax.MultiS
@@ -503,10 +510,11 @@ for _call in ("started", "traced"):
     MADE += f"""
 {_call}(lambda step: 0) -> V every_k_schedule must be at least 1, but it is 0
 {_call}(lambda step, k=jnp.int32(-3): k) -> V at least 1, but it is -3
-{_call}(lambda step: 2.5) -> T every_k_schedule must be an int, but it is 2.5
+{_call}(lambda step: -0.5) -> V every_k_schedule must be at least 1, but it is 0
+{_call}(lambda step: np.nan) -> T every_k_schedule must be an int, but it is nan
 {_call}(lambda step: np.array([2])) -> T an int, but it is array([2])
-{_call}(lambda step: jnp.ones(2)) -> T an int | jnp.int32(k)
-{_call}(lambda step: True) -> T an int | jnp.int32(k)
+{_call}(lambda step: jnp.ones(2)) -> T an int | Return the number of micro-steps
+{_call}(lambda step: True) -> T an int | Return the number of micro-steps
 """
 
 ACROSS = """
