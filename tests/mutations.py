@@ -151,6 +151,9 @@ FAULTS = """
 @ _window/room.py: test_law_costs
 * nothing is dropped between levels
 + def _segments(...): return ()
+@ _window/shared.py: test_law_costs
+* weights that a checkpoint casts are of rows, with all that reads them
++ def _apart(...): return [given[0]]
 @ _passes/read.py: test_law_costs
 * each level is traced by itself
 + def form(...): return object()
@@ -161,8 +164,10 @@ FAULTS = """
 * pairs of rows are split along rows alone
 + def of_pairs(...): return None
 @ _partition/linear.py: test_law_costs
-* a sum waits for a product that makes more of it
-+ def _grows(...): return False
+* a sum waits for a product with what all micro-batches share
++ def _is_summed_first(...): return False
+* no product with what all micro-batches share runs with the rows
++ def _work_before(...): return 0.0, 0.0
 @ _partition/divided.py: test_anywhere
 * pieces of the rows of the whole batch
 - range(min(function.number, rows), 0, -1)

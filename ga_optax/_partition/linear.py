@@ -5,8 +5,7 @@ and a gradient that contracts over rows is one sum at the very end. (Shardy call
 `unreduced`.) A whole operand of an addition is shared out: `Σ xᵢ + y = Σ (xᵢ + y/k)`.
 """
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax.numpy as jnp
 from jax.extend import core
@@ -14,7 +13,8 @@ from jax.extend import core
 from ga_optax._partition import shapes
 from ga_optax._partition.values import PARTIAL, Result, Value, types_of
 from ga_optax._partition.writer import Writer
-from ga_optax._passes.primitives import CAST, CONVOLUTION, PRODUCT, entry_of
+from ga_optax._passes import read
+from ga_optax._passes.primitives import CAST, entry_of
 from ga_optax._passes.read import is_inexact
 
 
@@ -34,9 +34,7 @@ def linear(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:
         return None
     if name == "gather" and e.params["fill_value"]:
         return None  # it is added once, and not by each micro-batch
-    if any(_is_late(v, vs) for v in vs) or (
-        not w.scope.forbids_collectives and _grows(e, vs)
-    ):
+    if any(_is_late(v, vs) for v in vs) or _is_summed_first(w, e, vs):
         return None
     if name == "optimization_barrier":
         return shapes.barrier(w, e, vs)
@@ -62,16 +60,44 @@ def _is_late(v: Value, vs: list[Value]) -> bool:
     return v.is_partial and any(other.level > v.level for other in vs)
 
 
-def _grows(e: core.JaxprEqn, vs: list[Value]) -> bool:
-    """True if a product is larger than an operand that is a sum: it is summed first.
+def _is_summed_first(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> bool:
+    """True if an equation costs more than the sums of its operands: they come first.
 
-    Otherwise each micro-batch would multiply the whole operand, and add up as many
-    numbers as the product has: the hidden layer of experts, to which an index sends
-    rows.
+    Otherwise each micro-batch runs the equation, forward and, for each of two operands,
+    backward: a product with the weights of experts, to which an index sends rows. But a
+    sum that nothing else needs is one more level, which runs the rows before it again.
+    If that costs more, the equation runs with the rows, in one loop.
     """
-    is_product = e.primitive.name in (PRODUCT, CONVOLUTION)
-    [made] = [math.prod(x.shape) for x in types_of(e)] if is_product else [0]
-    return any(v.is_partial and made > v.size for v in vs)
+    if read.is_cheap(e) or w.scope.forbids_collectives:
+        return False
+    of_rows, waiting = _work_before([v for v in vs if v.is_partial])
+    more = _THERE_AND_BACK * (w.axis.size - 1) * (waiting + read.work(e))
+    return 2 * more > of_rows
+
+
+_THERE_AND_BACK = 3  # times the work of a product
+
+
+def _work_before(vs: Iterable[Value]) -> tuple[float, float]:
+    """The work of rows on the way to partial values, and of sums that wait.
+
+    It is that of all rows, of equations that are not cheap.
+    """
+    of_rows = waiting = 0.0
+    stack, seen = [v.made for v in vs], set()
+    while stack:
+        made = stack.pop()
+        if made is None or id(made[1]) in seen:
+            continue
+        e, operands, _ = made
+        seen.add(id(operands))
+        stack += (v.made for v in operands)
+        work = 0.0 if read.is_cheap(e) else read.work(e)
+        if any(v.rows for v in operands):
+            of_rows += work
+        elif any(v.is_partial for v in operands):
+            waiting += work
+    return of_rows, waiting
 
 
 def _rounds(e: core.JaxprEqn, v: Value) -> bool:
