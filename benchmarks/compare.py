@@ -66,7 +66,7 @@ def cases() -> Iterator[tuple[str, Case]]:
             yield name, (loss, cast(params), data)
     for name, case in any_loss.cases(2, WIDTH).items():
         both = jnp.hstack([rows, rows]) if name == "contrastive" else rows
-        yield name, (case.loss, case.params, both)
+        yield f"any loss, {name}", (case.loss, case.params, both)
 
 
 def in_dtype(case: Case, dtype: Any) -> Case:

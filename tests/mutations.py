@@ -163,6 +163,13 @@ FAULTS = """
 @ _partition/columns.py: test_law_costs
 * pairs of rows are split along rows alone
 + def of_pairs(...): return None
+@ _partition/linear.py: test_law_dtypes
+* parts of a sum are rounded, and not the sum
+- return None if rounds else [(vs[0].x, PARTIAL)]
++ return None if rounds else [(w.run(e, [vs[0].x]), PARTIAL)]
+* rows meet in a sum that is rounded
+- rounds = w.scope.forbids_collectives or w.scope.is_inner
++ rounds = True
 @ _partition/linear.py: test_law_costs
 * a sum waits for a product with what all micro-batches share
 + def _is_summed_first(...): return False

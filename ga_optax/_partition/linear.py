@@ -6,12 +6,13 @@ and a gradient that contracts over rows is one sum at the very end. (Shardy call
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jax.extend import core
 
 from ga_optax._partition import shapes
-from ga_optax._partition.values import PARTIAL, Result, Value, types_of
+from ga_optax._partition.values import PARTIAL, Result, Value
 from ga_optax._partition.writer import Writer
 from ga_optax._passes import read
 from ga_optax._passes.primitives import CAST, entry_of
@@ -30,8 +31,14 @@ def linear(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:
     places = slots(e, [i for i, v in enumerate(vs) if v.is_partial])
     if places is None:
         return None
-    if name == CAST and _rounds(e, vs[0]):
+    if any(v.is_wide for v in vs) and (read.inner_programs(e) or not read.is_cheap(e)):
         return None
+    if name == CAST and not _is_of_reals(e):
+        return None
+    if name == CAST and _bits(e.outvars[0].aval) < _bits(vs[0].x):
+        # The sum must be rounded, and not the terms: it is when it is complete.
+        rounds = w.scope.forbids_collectives or w.scope.is_inner
+        return None if rounds else [(vs[0].x, PARTIAL)]
     if name == "gather" and e.params["fill_value"]:
         return None  # it is added once, and not by each micro-batch
     if any(_is_late(v, vs) for v in vs) or _is_summed_first(w, e, vs):
@@ -39,6 +46,8 @@ def linear(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:
     if name == "optimization_barrier":
         return shapes.barrier(w, e, vs)
     xs = [w.addend(v) if i in places else v.x for i, v in enumerate(vs)]
+    if any(v.is_wide for v in vs):
+        xs = _alike(xs)
     return [(x, PARTIAL) for x in w.results(e, xs)]
 
 
@@ -100,10 +109,17 @@ def _work_before(vs: Iterable[Value]) -> tuple[float, float]:
     return of_rows, waiting
 
 
-def _rounds(e: core.JaxprEqn, v: Value) -> bool:
-    """True if a cast drops digits: the sum must be rounded, and not the terms."""
-    old, new = v.aval.dtype, types_of(e)[0].dtype
-    if not is_inexact(v.aval):
-        return True
-    to_real = old.kind == "c" and new.kind != "c"
-    return to_real or jnp.finfo(new).bits < jnp.finfo(old).bits
+def _is_of_reals(e: core.JaxprEqn) -> bool:
+    """True for a cast that drops nothing but digits."""
+    [old, new] = (x.aval.dtype.kind for x in (*e.invars, *e.outvars))
+    return is_inexact(e.invars[0]) and (old != "c" or new == "c")
+
+
+def _bits(x: Any) -> int:
+    return jnp.finfo(x.dtype).bits
+
+
+def _alike(xs: Sequence[Any]) -> list[Any]:
+    """Operands of which all real numbers have the digits of the widest."""
+    widest = max((x for x in xs if is_inexact(x)), key=_bits).dtype
+    return [jnp.asarray(x, widest) if is_inexact(x) else x for x in xs]
