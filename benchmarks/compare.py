@@ -1,11 +1,13 @@
-"""The cost of a change of the library: bytes and passes, before and after.
+"""The cost of a change of the library: bytes, passes and products, before and after.
 
     python benchmarks/compare.py --json before.json
     python benchmarks/compare.py --to before.json
 
 The losses of the tests' corpora and of the benchmarks are compiled with
 `value_and_grad`, and as the gradient of `microbatch`; nothing runs. A row has the bytes
-of temporaries, the passes over parts of the loss, and the bytes kept between levels.
+of temporaries, the passes over parts of the loss, the bytes kept between levels, and
+the operations of matrix products and the calls of functions such as `exp`, which are
+counted in the program. All but temporaries are there for bfloat16 as well.
 `--to` prints the differences, and the exit status is 1 if a figure got worse.
 PYTHONPATH= names another checkout to measure, and `--target h200` the compiler of
 another machine, which `make accelerators` installs.
@@ -16,6 +18,7 @@ import functools
 import importlib
 import io
 import itertools
+import math
 import pathlib
 import sys
 import warnings
@@ -29,6 +32,7 @@ import peers
 import record
 
 import ga_optax as ga
+from ga_optax._passes import read
 
 HERE = pathlib.Path(__file__).parents[1]
 K, ROWS, WIDTH = 4, 96, 64
@@ -62,7 +66,67 @@ def cases() -> Iterator[tuple[str, Case]]:
             yield name, (loss, cast(params), data)
     for name, case in any_loss.cases(2, WIDTH).items():
         both = jnp.hstack([rows, rows]) if name == "contrastive" else rows
-        yield name, (case.loss, case.params, both)
+        yield f"any loss, {name}", (case.loss, case.params, both)
+
+
+def in_dtype(case: Case, dtype: Any) -> Case:
+    """A loss that computes in a dtype with parameters in float32."""
+    loss, params, batch = case
+
+    def cast(tree: Any) -> Any:
+        def change(x: jax.Array) -> jax.Array:
+            return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+        return jax.tree.map(change, tree)
+
+    return (lambda p, x: loss(cast(p), x).astype(jnp.float32)), params, cast(batch)
+
+
+FUNCTIONS = (
+    "exp exp2 expm1 log log1p logistic tanh sinh cosh asinh acosh atanh sin cos tan "
+    "asin acos atan atan2 erf erfc erf_inv lgamma digamma pow sqrt rsqrt cbrt"
+)
+
+
+def operations(fun: Callable[..., Any], *args: Any) -> tuple[int, int]:
+    """The operations of matrix products, and the numbers that functions return.
+
+    They are those of the program that is left without what nobody reads. Of the
+    branches of a conditional the largest counts.
+    """
+    closed: Any = jax.make_jaxpr(lambda *args: fun(*args))(*args)  # traced anew
+    return _operations(read.live(closed.jaxpr))
+
+
+def _operations(jaxpr: Any) -> tuple[int, int]:
+    products = functions = 0
+    for e in jaxpr.eqns:
+        name, sizes = e.primitive.name, [math.prod(x.aval.shape) for x in e.outvars]
+        inside = list(map(_operations, read.inner_programs(e)))
+        inside = [max(inside)] if name == "cond" else inside
+        products += read.times(e) * sum(x for x, _ in inside)
+        functions += read.times(e) * sum(x for _, x in inside)
+        functions += sum(sizes) * (name in FUNCTIONS.split())
+        if name == "dot_general":
+            (axes, _), _ = e.params["dimension_numbers"]
+            products += (
+                2 * sizes[0] * math.prod(e.invars[0].aval.shape[i] for i in axes)
+            )
+    return products, functions
+
+
+def counted(case: Case) -> dict[str, Any]:
+    """The figures of a loss that need no compiler."""
+    loss, *args = case
+    report = ga.batch_dependencies(loss, K)(*args)
+    products, functions = operations(ga.value_and_grad(loss, K), *args)
+    return {
+        "forward": report.forward_passes,
+        "backward": report.backward_passes,
+        "kept": report.kept_bytes,
+        "products": products,
+        "functions": functions,
+    }
 
 
 def measured(case: Case, target: str | None) -> dict[str, dict[str, int]]:
@@ -78,12 +142,9 @@ def measured(case: Case, target: str | None) -> dict[str, dict[str, int]]:
         with contextlib.redirect_stderr(io.StringIO()):
             plan = ga.plan(make, *args, **how, target=target)
         results[way] = {"temporaries": plan.candidates[0].temp}
-    report = ga.batch_dependencies(loss, K)(*args)
-    results["value_and_grad"] |= {
-        "forward": report.forward_passes,
-        "backward": report.backward_passes,
-        "kept": report.kept_bytes,
-    }
+    results["value_and_grad"] |= counted(case)
+    with contextlib.suppress(TypeError):  # a few losses are of float32 alone
+        results["in bfloat16"] = counted(in_dtype(case, jnp.bfloat16))
     return results
 
 

@@ -5,16 +5,17 @@ and a gradient that contracts over rows is one sum at the very end. (Shardy call
 `unreduced`.) A whole operand of an addition is shared out: `Σ xᵢ + y = Σ (xᵢ + y/k)`.
 """
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jax.extend import core
 
 from ga_optax._partition import shapes
-from ga_optax._partition.values import PARTIAL, Result, Value, types_of
+from ga_optax._partition.values import PARTIAL, Result, Value
 from ga_optax._partition.writer import Writer
-from ga_optax._passes.primitives import CAST, CONVOLUTION, PRODUCT, entry_of
+from ga_optax._passes import read
+from ga_optax._passes.primitives import CAST, entry_of
 from ga_optax._passes.read import is_inexact
 
 
@@ -30,17 +31,23 @@ def linear(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:
     places = slots(e, [i for i, v in enumerate(vs) if v.is_partial])
     if places is None:
         return None
-    if name == CAST and _rounds(e, vs[0]):
+    if any(v.is_wide for v in vs) and (read.inner_programs(e) or not read.is_cheap(e)):
         return None
+    if name == CAST and not _is_of_reals(e):
+        return None
+    if name == CAST and _bits(e.outvars[0].aval) < _bits(vs[0].x):
+        # The sum must be rounded, and not the terms: it is when it is complete.
+        rounds = w.scope.forbids_collectives or w.scope.is_inner
+        return None if rounds else [(vs[0].x, PARTIAL)]
     if name == "gather" and e.params["fill_value"]:
         return None  # it is added once, and not by each micro-batch
-    if any(_is_late(v, vs) for v in vs) or (
-        not w.scope.forbids_collectives and _grows(e, vs)
-    ):
+    if any(_is_late(v, vs) for v in vs) or _is_summed_first(w, e, vs):
         return None
     if name == "optimization_barrier":
         return shapes.barrier(w, e, vs)
     xs = [w.addend(v) if i in places else v.x for i, v in enumerate(vs)]
+    if any(v.is_wide for v in vs):
+        xs = _alike(xs)
     return [(x, PARTIAL) for x in w.results(e, xs)]
 
 
@@ -62,22 +69,57 @@ def _is_late(v: Value, vs: list[Value]) -> bool:
     return v.is_partial and any(other.level > v.level for other in vs)
 
 
-def _grows(e: core.JaxprEqn, vs: list[Value]) -> bool:
-    """True if a product is larger than an operand that is a sum: it is summed first.
+def _is_summed_first(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> bool:
+    """True if an equation costs more than the sums of its operands: they come first.
 
-    Otherwise each micro-batch would multiply the whole operand, and add up as many
-    numbers as the product has: the hidden layer of experts, to which an index sends
-    rows.
+    Otherwise each micro-batch runs the equation, forward and, for each of two operands,
+    backward: a product with the weights of experts, to which an index sends rows. But a
+    sum that nothing else needs is one more level, which runs the rows before it again.
+    If that costs more, the equation runs with the rows, in one loop.
     """
-    is_product = e.primitive.name in (PRODUCT, CONVOLUTION)
-    [made] = [math.prod(x.shape) for x in types_of(e)] if is_product else [0]
-    return any(v.is_partial and made > v.size for v in vs)
+    if read.is_cheap(e) or w.scope.forbids_collectives:
+        return False
+    of_rows, waiting = _work_before([v for v in vs if v.is_partial])
+    more = _THERE_AND_BACK * (w.axis.size - 1) * (waiting + read.work(e))
+    return 2 * more > of_rows
 
 
-def _rounds(e: core.JaxprEqn, v: Value) -> bool:
-    """True if a cast drops digits: the sum must be rounded, and not the terms."""
-    old, new = v.aval.dtype, types_of(e)[0].dtype
-    if not is_inexact(v.aval):
-        return True
-    to_real = old.kind == "c" and new.kind != "c"
-    return to_real or jnp.finfo(new).bits < jnp.finfo(old).bits
+_THERE_AND_BACK = 3  # times the work of a product
+
+
+def _work_before(vs: Iterable[Value]) -> tuple[float, float]:
+    """The work of rows on the way to partial values, and of sums that wait.
+
+    It is that of all rows, of equations that are not cheap.
+    """
+    of_rows = waiting = 0.0
+    stack, seen = [v.made for v in vs], set()
+    while stack:
+        made = stack.pop()
+        if made is None or id(made[1]) in seen:
+            continue
+        e, operands, _ = made
+        seen.add(id(operands))
+        stack += (v.made for v in operands)
+        work = 0.0 if read.is_cheap(e) else read.work(e)
+        if any(v.rows for v in operands):
+            of_rows += work
+        elif any(v.is_partial for v in operands):
+            waiting += work
+    return of_rows, waiting
+
+
+def _is_of_reals(e: core.JaxprEqn) -> bool:
+    """True for a cast that drops nothing but digits."""
+    [old, new] = (x.aval.dtype.kind for x in (*e.invars, *e.outvars))
+    return is_inexact(e.invars[0]) and (old != "c" or new == "c")
+
+
+def _bits(x: Any) -> int:
+    return jnp.finfo(x.dtype).bits
+
+
+def _alike(xs: Sequence[Any]) -> list[Any]:
+    """Operands of which all real numbers have the digits of the widest."""
+    widest = max((x for x in xs if is_inexact(x)), key=_bits).dtype
+    return [jnp.asarray(x, widest) if is_inexact(x) else x for x in xs]

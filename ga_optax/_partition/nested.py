@@ -121,7 +121,7 @@ def _written(
     texts: list[str] = []
 
     def run(index: Any, xs: Sequence[Any]) -> list[Any]:
-        here = w.at(index=index)
+        here = w.within(is_inner=True).at(index=index)
         new = [v.alone(x) for x, v in zip(xs, args, strict=True)]
         out = here.interpret(program.jaxpr, program.consts, new)
         pairs = zip(out, wanted or [None] * len(out), strict=True)

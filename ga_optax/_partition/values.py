@@ -42,7 +42,8 @@ class Value:
     """A value of the program of the whole batch.
 
     Attributes:
-      x: the part of the value that a micro-batch holds.
+      x: the part of the value that a micro-batch holds; parts of a sum may have more
+        digits than the sum.
       aval: the type in the whole batch.
       layout: how `x` makes the whole.
       level: the number of collectives on the longest way from the parameters.
@@ -103,6 +104,11 @@ class Value:
     @property
     def is_partial(self) -> bool:
         return self.layout == PARTIAL
+
+    @property
+    def is_wide(self) -> bool:
+        """True for a sum that is rounded when it is complete: its parts are not."""
+        return self.is_partial and self.x.dtype != self.aval.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -42,12 +42,15 @@ class Scope(NamedTuple):
         rules run without the rules.
       partitioned_again: True in a nested `microbatch`, which partitions what is written
         once more.
+      is_inner: True in a program inside of an equation. The results have types, so sums
+        are rounded at once.
     """
 
     forbids_collectives: bool = False
     forbids_shares: bool = False
     in_rule: bool = False
     partitioned_again: bool = False
+    is_inner: bool = False
 
 
 class Same:
@@ -139,7 +142,7 @@ class Writer:
             xs = [jnp.asarray(self.whole(u), u.aval.dtype) for u in vs]
             return self.results(e, xs)[i]
         self.level = v.level + v.params
-        return self.sum(v.x) if v.is_partial else self.joined(v)
+        return self.sum(v.x).astype(v.aval.dtype) if v.is_partial else self.joined(v)
 
     def _cut(self, v: Value, rows: Rows) -> Any:
         if v.is_whole and (x := self.rules.recut(self, v, rows)) is not None:
@@ -159,6 +162,10 @@ class Writer:
     def summed(self, vs: Sequence[Value]) -> list[Value]:
         """The values, with partial values added up to whole ones."""
         return [self.reduced(v) if v.is_partial else v for v in vs]
+
+    def rounded(self, vs: Sequence[Value]) -> list[Value]:
+        """The values, without sums that are yet to be rounded."""
+        return [self.reduced(v) if v.is_wide else v for v in vs]
 
     def parts(self, vs: list[Value], rows: Rows, dims: Sequence[int | None]) -> Any:
         """The operands of a call, which have such rows along a dimension of each."""
@@ -328,6 +335,7 @@ class Writer:
             return self.all_whole(e, vs)
         with self.may_fail(e) as out:
             if kind in rules.nested and e.outvars:
+                vs = self.rounded(vs)
                 out += rules.nested[kind](self, e, vs) or ()
             else:
                 if any(v.is_partial for v in vs):

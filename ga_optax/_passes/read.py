@@ -22,6 +22,8 @@ from ga_optax._passes import primitives
 INLINE = ("call", "checkpoint")
 # Also those that run the program slice by slice.
 THROUGH = (*INLINE, "scan")
+_REPEATED = ("scan", "while")
+_DEEP = 100  # operations for each number that something unknown reads or returns
 
 
 class Program(NamedTuple):
@@ -72,6 +74,37 @@ def computed(equation: core.JaxprEqn) -> int:
     inside = sum(computed(e) for p in inner_programs(equation) for e in p.eqns)
     results = sum(numbers(getattr(x.aval, "shape", (0,))) for x in equation.outvars)
     return times(equation) * inside or results
+
+
+def is_cheap(equation: core.JaxprEqn) -> bool:
+    """True if running an equation again costs little more than reading its results."""
+    return all(
+        kind(e) not in _REPEATED
+        if inner_programs(e)
+        else not primitives.entry_of(e).is_dear
+        for e in within(equation)
+    )
+
+
+def work(equation: core.JaxprEqn) -> float:
+    """About how many scalar operations an equation takes."""
+    shapes = [
+        getattr(x.aval, "shape", ()) for x in (*equation.invars, *equation.outvars)
+    ]
+    largest = max(map(numbers, shapes), default=0)
+    if programs := inner_programs(equation):
+        return times(equation) * sum(work(e) for p in programs for e in p.eqns)
+    name = equation.primitive.name
+    if primitives.entry_of(equation).is_exact and primitives.is_linear(equation):
+        return 0.0
+    if name == primitives.PRODUCT:
+        (contracted, _), _ = equation.params["dimension_numbers"]
+        return 2.0 * numbers(shapes[-1]) * numbers(shapes[0][i] for i in contracted)
+    if name == primitives.CONVOLUTION:
+        features = shapes[1][equation.params["dimension_numbers"].rhs_spec[0]]
+        of_one = numbers(shapes[1]) / max(numbers([features]), 1)
+        return 2.0 * numbers(shapes[-1]) * of_one
+    return float(largest if is_cheap(equation) else _DEEP * largest)
 
 
 def name_of(equation: core.JaxprEqn) -> str:

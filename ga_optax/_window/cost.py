@@ -1,4 +1,4 @@
-"""The cost of equations: scalar operations, bytes, and whether they are cheap."""
+"""The bytes of values, and of what a step keeps for its way back."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,44 +10,6 @@ from jax.extend import core
 from ga_optax import accumulator
 from ga_optax._partition import is_inexact
 from ga_optax._passes import primitives, read
-
-_REPEATED = ("scan", "while")
-_DEEP = 100  # operations for each number that something unknown reads or returns
-
-
-def is_cheap(equation: core.JaxprEqn) -> bool:
-    """True if running an equation again costs little more than reading its results."""
-    return all(
-        read.kind(e) not in _REPEATED
-        if read.inner_programs(e)
-        else not primitives.entry_of(e).is_dear
-        for e in read.within(equation)
-    )
-
-
-def work(equation: core.JaxprEqn) -> float:
-    """About how many scalar operations an equation takes."""
-    shapes = [
-        getattr(x.aval, "shape", ()) for x in (*equation.invars, *equation.outvars)
-    ]
-    largest = max(map(read.numbers, shapes), default=0)
-    if programs := read.inner_programs(equation):
-        return read.times(equation) * sum(work(e) for p in programs for e in p.eqns)
-    name = equation.primitive.name
-    if primitives.entry_of(equation).is_exact and primitives.is_linear(equation):
-        return 0.0
-    if name == primitives.PRODUCT:
-        (contracted, _), _ = equation.params["dimension_numbers"]
-        return (
-            2.0
-            * read.numbers(shapes[-1])
-            * read.numbers(shapes[0][i] for i in contracted)
-        )
-    if name == primitives.CONVOLUTION:
-        features = shapes[1][equation.params["dimension_numbers"].rhs_spec[0]]
-        of_one = read.numbers(shapes[1]) / max(read.numbers([features]), 1)
-        return 2.0 * read.numbers(shapes[-1]) * of_one
-    return float(largest if is_cheap(equation) else _DEEP * largest)
 
 
 def nbytes(x: Any) -> int:

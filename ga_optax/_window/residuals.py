@@ -117,7 +117,7 @@ def _costly(
     for e in equations:
         steps = 1 + max((depth.get(x, 0) for x in variables(e.invars)), default=0)
         depth.update(dict.fromkeys(e.outvars, steps))
-        is_dear = not cost.is_cheap(e) or steps % _LONGEST == 0
+        is_dear = not read.is_cheap(e) or steps % _LONGEST == 0
         if is_dear and loops.of(e) & up_to and loops.num_runs(e) > _FORWARD:
             sources += e.outvars
     return sources

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 from jax.extend import core
 
 from ga_optax._passes import primitives
-from ga_optax._passes.read import variables
-from ga_optax._window import cost
+from ga_optax._passes.read import is_cheap, variables
 from ga_optax._window.schedule import Level, Schedule
 
 
@@ -86,7 +85,7 @@ def counted(schedule: Schedule) -> dict[int, Runs]:
         forward.update(map(id, stage.forward))
         backward.update(id(e) for e in stage.back if schedule.is_smooth(e))
     return {
-        id(e): Runs(not cost.is_cheap(e), forward[id(e)], backward[id(e)])
+        id(e): Runs(not is_cheap(e), forward[id(e)], backward[id(e)])
         for e in schedule.jaxpr.eqns
         if schedule.is_of_rows(e) and forward[id(e)]
     }

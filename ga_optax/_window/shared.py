@@ -13,7 +13,7 @@ import collections
 import functools
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -36,7 +36,7 @@ def share(schedule: Schedule) -> Schedule:
     gathered = following(jaxpr, [x for outs in meetings for x in outs])
     of_rows: dict[int, float] = collections.defaultdict(float)  # by their loops
     for e in filter(schedule.is_of_rows, jaxpr.eqns):
-        of_rows[loops.of(e)] += cost.work(e)
+        of_rows[loops.of(e)] += read.work(e)
     groups: dict[int, list[core.JaxprEqn]] = {}
     for e in jaxpr.eqns:
         if _is_shared(schedule, e):
@@ -46,8 +46,8 @@ def share(schedule: Schedule) -> Schedule:
         sources = [
             x
             for e in group
-            if not cost.is_cheap(e)
-            or (cost.work(e) and not gathered.isdisjoint(e.outvars))
+            if not read.is_cheap(e)
+            or (read.work(e) and not gathered.isdisjoint(e.outvars))
             for x in e.outvars
         ]
         if sources and _is_much(loops, group, of_rows):
@@ -57,17 +57,17 @@ def share(schedule: Schedule) -> Schedule:
 
 
 def parted(jaxpr: core.Jaxpr, axis: str, rows: Sequence[Any]) -> core.Jaxpr:
-    """The program with a checkpoint of its own for values that micro-batches share.
+    """The program with checkpoints of their own for values that micro-batches share.
 
-    One checkpoint may hold values of sums over all rows, such as the layers of experts,
-    and values of rows that read them. `rows` are the arguments that differ between
-    micro-batches.
+    One checkpoint may hold values of parameters alone, such as weights that it casts;
+    values of sums over all rows, such as the layers of experts; and values of rows that
+    read both. `rows` are the arguments that differ between micro-batches.
     """
     of_rows, gathered = set(rows), set()
 
     def change(e: core.JaxprEqn) -> list[core.JaxprEqn]:
-        is_checkpoint = read.kind(e) == "checkpoint"
-        parts = _in_two(e, of_rows, gathered) if is_checkpoint else [e]
+        is_checkpoint = read.kind(e) == "checkpoint" and not e.effects
+        parts = _apart(e, of_rows, gathered) if is_checkpoint else [e]
         for x in parts:
             if is_collective(x, axis):
                 gathered.update(x.outvars)
@@ -80,32 +80,57 @@ def parted(jaxpr: core.Jaxpr, axis: str, rows: Sequence[Any]) -> core.Jaxpr:
     return rewrite.changed(jaxpr, change)
 
 
-def _in_two(
+def _apart(
     e: core.JaxprEqn, of_rows: set[Any], gathered: set[Any]
 ) -> list[core.JaxprEqn]:
-    """A checkpoint of shared values that are computed of `gathered`, and the rest."""
+    """A checkpoint of values of parameters, one of values of `gathered`, and the rest.
+
+    The rest reads of the others what equations that are not cheap compute. What is
+    cheap runs again in the rest, so that it is no residual.
+    """
     [inside] = read.inner_programs(e)
     outside = dict(zip(inside.invars, e.invars, strict=True))
-    rows, shared = (
+    rows, sums = (
         following(inside, [v for v, x in outside.items() if read.is_among(x, some)])
         for some in (of_rows, gathered)
     )
-    shared -= {*rows, *outside}
-    rest = [x.invars for x in inside.eqns if shared.isdisjoint(x.outvars)]
-    reads = set(read.variables([*inside.outvars, *itertools.chain(*rest)]))
-    names = {x: core.Var(x.aval) for x in shared & reads}
-    first, _ = read.needed(inside, names, outside.__contains__)
-    if e.effects or not rows or all(map(cost.is_cheap, first)):
-        return [e]
+    pairs = list(zip(inside.outvars, e.outvars, strict=True))
+    computed = [x for one in inside.eqns for x in one.outvars]
+    shared = {*computed} - rows
+    parts, known = [], outside
+    for group in (shared - sums, shared & sums):
+        results = [x for x in pairs if read.is_among(x[0], group)]
+        rest = [x.invars for x in inside.eqns if group.isdisjoint(x.outvars)]
+        reads = group & {*read.variables(itertools.chain(*rest))}
+        dear = (x for x in computed if x in reads and _is_dear(inside, x, known))
+        names = {x: dict(results).get(x, core.Var(x.aval)) for x in dear}
+        results += (x for x in names.items() if x not in results)
+        parts += [_part(e, results, known)] if results else []
+        pairs = [x for x in pairs if x not in results]
+        known = known | names
+    parts += [_part(e, pairs, known)] if pairs else []
+    return parts if len(parts) > 1 else [e]
 
-    def part(wanted: Sequence[Any], known: Mapping[Any, Any], outs: Any) -> Any:
-        equations, reads = read.needed(inside, wanted, known.__contains__)
-        ends = {"constvars": [], "invars": reads, "outvars": wanted}
-        new = rewrite.with_inner(e, lambda _: inside.replace(eqns=equations, **ends))
-        return new.replace(invars=[known[x] for x in reads], outvars=outs)
 
-    one = part([*names], outside, [*names.values()])
-    return [one, part(inside.outvars, outside | names, e.outvars)]
+def _is_dear(jaxpr: core.Jaxpr, x: Any, known: Container[Any]) -> bool:
+    """True if a value takes an equation that is not cheap."""
+    equations, _ = read.needed(jaxpr, [x], known.__contains__)
+    return not all(map(read.is_cheap, equations))
+
+
+def _part(
+    e: core.JaxprEqn, results: Collection[tuple[Any, Any]], known: Mapping[Any, Any]
+) -> core.JaxprEqn:
+    """A checkpoint of some values in a checkpoint: of each the name inside and outside.
+
+    `known` has the names outside of values that are computed before.
+    """
+    [inside] = read.inner_programs(e)
+    wanted, outs = ([pair[i] for pair in results] for i in (0, 1))
+    equations, reads = read.needed(inside, wanted, known.__contains__)
+    ends = {"constvars": [], "invars": reads, "outvars": wanted}
+    new = rewrite.with_inner(e, lambda _: inside.replace(eqns=equations, **ends))
+    return new.replace(invars=[known[x] for x in reads], outvars=outs)
 
 
 def _is_shared(schedule: Schedule, equation: core.JaxprEqn) -> bool:
@@ -119,7 +144,7 @@ def _is_much(
 ) -> bool:
     """True if a group takes more than a little of the work of its loops."""
     group_loops = functools.reduce(operator.or_, map(loops.of, group))
-    shared = sum(cost.work(e) * loops.of(e).bit_count() for e in group)
+    shared = sum(read.work(e) * loops.of(e).bit_count() for e in group)
     rows = sum(x * (group_loops & some).bit_count() for some, x in of_rows.items())
     return shared > _LITTLE * rows
 

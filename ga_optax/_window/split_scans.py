@@ -232,7 +232,7 @@ class SplitScan:
         sources = [x for x in self.carry if self.part[x] == part]
         equations = [e for e in self.program.eqns if self.part_of[id(e)] == part]
         for e in equations:
-            is_dear = not cost.is_cheap(e) or self.meets(e)
+            is_dear = not read.is_cheap(e) or self.meets(e)
             may_run_again = not is_dear or _checkpoint_options(e) is not None
             if e.effects or self.is_mark(e) or not may_run_again:
                 sources += e.outvars

@@ -175,6 +175,27 @@ def routed(p, b, capacity=8):
     return ((inner[of_row, place] * gate.max(1)[:, None]) ** 2).mean(), None
 
 
+def routed_layers(p, b, capacity=8):
+    """The same in two layers, each in a checkpoint that casts its weights."""
+
+    @jax.checkpoint
+    def layer(x, w):
+        up, down = w.astype(x.dtype), w.mT.astype(x.dtype)
+        gate = jax.nn.softmax(x @ p["out"].astype(x.dtype))
+        of_row, n = gate.argmax(1), gate.shape[1]
+        chosen = jax.nn.one_hot(of_row, n, dtype=jnp.int32)
+        place = (jnp.cumsum(chosen, 0) * chosen).sum(1) - 1
+        sent = jnp.zeros((n, capacity, x.shape[1]), x.dtype)
+        sent = sent.at[of_row, place].add(x, mode="drop")
+        inner = jnp.einsum("ecf,efd->ecd", jax.nn.gelu(sent @ up), down)
+        return x + inner[of_row, place] * gate.max(1)[:, None], None
+
+    x = jnp.tanh(b["x"] @ p["in"].astype(b["x"].dtype))
+    experts = p["mid"] * (1 + p["out"].T[:, :, None])
+    x, _ = jax.lax.scan(layer, x, jnp.stack([experts, -experts]))
+    return (x.astype(p["mid"].dtype) ** 2).mean(), None
+
+
 def hard_triplet(p, b):
     z = unit(hidden(p, b["x"]))
     d = jnp.sqrt(far(z, z) + 1e-6)
@@ -294,6 +315,7 @@ _TABLE = (
     Loss(experts, _TWICE, 0.65),
     Loss(vicreg, _TWICE, 0.7),
     Loss(routed, _TWICE, 0.9),
+    Loss(routed_layers, _TWICE, 0.9),
     Loss(attention, _TWICE, 1.25),
     Loss(shifted, _TWICE, 1.5),
 )

@@ -79,7 +79,14 @@ def masked(p, b, dtype):
     return jnp.sum(h) / jnp.sum(b["mask"]) * (ROWS // 2)
 
 
-LOSSES = (total, sums, layers, pairs, once, masked)
+def averaged(p, b, dtype):
+    """A sum that is rounded before it is divided, and added to another."""
+    h = network(p, b, dtype)[0] * b["slope"]
+    low = [jnp.sum(x).astype(dtype) / dtype(ROWS) for x in (h, h * b["mask"])]
+    return sum(low).astype(WIDE) * ROWS
+
+
+LOSSES = (total, sums, layers, pairs, once, masked, averaged)
 PLACES = {  # axes of a mesh, and where rows do not meet more
     "Auto": {},
     "Explicit": {},
@@ -141,6 +148,26 @@ def test_gradients_are_rounded_in_the_accumulator_alone(fun, place, monkeypatch)
     # The twin: rounded in each micro-batch, and in what is computed once.
     monkeypatch.setattr(loop.LossProgram, "low_precision", False)
     assert not exact(*gradients(fun, place))
+
+
+def test_a_sum_is_rounded_when_it_is_complete():
+    """So rows do not meet in it, and the loss is that of all rows, to the last bit."""
+    params, batch = integers()
+
+    def fun(p, b):
+        return jnp.sum(network(p, b, NARROW)[0] * b["slope"]).astype(NARROW) / 512
+
+    def value(fun):
+        return jax.jit(fun)(params, batch)[0]
+
+    found = ga.batch_dependencies(fun, K)(params, batch)
+    assert (found.forward_passes, found.meetings) == (1, [])
+    due = value(jax.value_and_grad(fun))
+    assert value(ga.value_and_grad(fun, K)) == due
+    # The twin: parts that are rounded add up to another number.
+    parts = jax.tree.map(lambda x: x.reshape(K, ROWS // K, -1), batch)
+    each = jax.vmap(fun, (None, 0))(params, parts)
+    assert jnp.sum(each.astype(WIDE)).astype(NARROW) != due
 
 
 def test_without_passes_they_are_rounded_as_by_jax():

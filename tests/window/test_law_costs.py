@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 from corpus import losses, scans
 from corpus.losses import LOSSES, D, E, N, hidden
-from helpers import apart, array, bits, mean_of, mesh_of, products, put, temporaries
+from helpers import (
+    apart,
+    array,
+    bits,
+    mean_of,
+    mesh_of,
+    of_benchmarks,
+    products,
+    put,
+    temporaries,
+)
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -21,6 +31,9 @@ pytestmark = [
     pytest.mark.usefixtures("optax_promotion"),
     pytest.mark.filterwarnings("ignore:.*computed whole"),
 ]
+
+
+[compare] = of_benchmarks("compare")
 
 
 def passes(found):
@@ -148,6 +161,61 @@ def test_only_what_must_meets(case):
     fun, shapes = MEET[case]
     found = ga.batch_dependencies(fun, 3)(*losses.arguments(dtype=np.float32))
     assert sorted(x.type.shape for x in found.meetings) == sorted(shapes)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_experts_in_a_checkpoint_that_casts_their_weights_are_computed_once(dtype):
+    """No cast weights are kept: what is kept takes no more bytes than in float32."""
+    fun = LOSSES["routed_layers"].value
+    p, b = losses.arguments(48, np.float32)
+    low = jax.tree.map(lambda x: x.astype(dtype) if x.dtype == "float32" else x, b)
+    ours, _ = compare.operations(ga.value_and_grad(fun, 8), p, low)
+    undivided, _ = compare.operations(jax.value_and_grad(fun), p, low)
+    assert 0.5 * undivided < ours <= 1.35 * undivided
+    kept, wide = (ga.batch_dependencies(fun, 8)(p, x).kept_bytes for x in (low, b))
+    assert kept <= wide
+
+
+def of_gram(of):
+    """Rows that read a matrix, which is computed of a sum over rows."""
+
+    def fun(w, x):
+        h = jnp.tanh(x @ w)
+        return jnp.mean((x + h @ of(h.T @ h / len(h), w)) ** 2)
+
+    return fun
+
+
+def of_mean(number):
+    """A product with parameters alone behind a sum over rows; else nothing meets."""
+
+    def fun(w, x):
+        h = functools.reduce(lambda h, _: jnp.tanh(h @ w), range(number), x)
+        return jnp.mean(jnp.mean(h[:, :, None] * x[:, None], 0) @ w)
+
+    return fun
+
+
+BEHIND = {  # a sum of rows, and the passes
+    "four products": (of_gram(lambda g, w: g @ w @ w @ w @ w), (2, 1)),
+    "one product": (of_gram(lambda g, w: g @ w), (2, 1)),
+    "a function": (of_gram(lambda g, w: jnp.tanh(g @ w) @ w), (2, 1)),
+    "itself": (of_gram(lambda g, w: g @ g @ g @ g), (2, 1)),
+    "parameters": (of_mean(1), (2, 1)),
+    "less than the rows": (of_mean(48), (1, 1)),  # one loop, which costs less
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", BEHIND)
+def test_a_product_behind_a_sum_is_computed_once(case):
+    fun, due = BEHIND[case]
+    args = array(32, 32, scale=0.2), array(64, 32)
+    ours, _ = compare.operations(ga.value_and_grad(fun, 8), *args)
+    undivided, _ = compare.operations(jax.value_and_grad(fun), *args)
+    assert undivided <= ours <= 1.35 * undivided
+    assert said(fun, 8, args) == due
 
 
 def test_what_needs_no_rows_is_computed_once_after_the_loop():
