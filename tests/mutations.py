@@ -66,6 +66,20 @@ FAULTS = """
 * what is written behind all rows is written to one place
 - jnp.where(is_here, here, operand.shape[d] + after)
 + jnp.where(is_here, here, operand.shape[d])
+* a number that is picked twice is that of other rows
+- here = here // jnp.asarray(times, x.dtype) if times > 1 else here
++ here = here % jnp.asarray(n // w.axis.size, x.dtype) if times > 1 else here
+* picks of rows in several segments need all rows
+- if rows is None or operand.dim not in index_map:
++ if rows is None or operand.dim not in index_map or rows.segments > 1:
+@ _calls/engine.py: test_law_devices
+* a table that a loss closes over is refused
+-     except ManualAxisError as error:
++     except ZeroDivisionError as error:
+@ _partition/loops.py: test_law_devices
+* a scan over rows in several segments has all rows
+- if how.length % (rows.segments * w.axis.size):
++ if rows.segments > 1 or how.length % w.axis.size:
 @ _partition/moves.py: test_table
 * what moves along other axes, too, is a move of rows
 -     kept = {way.outs[i] for way in factors.of_equation(e)}  # axes that stay

@@ -31,6 +31,7 @@ from ga_optax._calls.call import Call
 from ga_optax._calls.devices import DoesNotFitError
 from ga_optax._calls.region import (
     WHOLE,
+    ManualAxisError,
     check_not_reduced,
     explained,
     gradients,
@@ -183,12 +184,32 @@ def trace(call: Call) -> Traced:
     make = jax.make_jaxpr(fun, axis_env=[*rowwise.READ, *env], return_shape=True)
     of_params = list(leaves.values())
     if devices.maps:
-        of_params = list(map(rows.type_of, of_params))
-    with explained(call):
-        closed, out = make(of_params, rows.types_of_all(call))
+        of_params = list(map(meshes.type_without_mesh, of_params))
+    types = of_params, rows.types_of_all(call)
+    try:
+        with explained(call):
+            closed, out = make(*types)
+    except ManualAxisError as error:
+        closed, out = _without_mesh(make, types, error)
     check_not_reduced(call, closed.out_avals[0])
     references.check_own(closed.jaxpr)
     return Traced(call, closed, out)
+
+
+def _without_mesh(make: Callable[..., Any], types: Any, error: Exception) -> Any:
+    """`make(*types)` without a mesh; `error` is that of the mesh.
+
+    In a region an array that `fun` closes over has the type that it has outside. JAX
+    takes it to the types of the region, but not in an index, such as `table[ids]`.
+    """
+    try:
+        with meshes.without_mesh():
+            closed, out = make(*jax.tree.map(meshes.type_without_mesh, types))
+    except Exception:  # Any: of a fun that names the mesh.
+        raise error from None
+    if any(meshes.explicit_names(jax.typeof(x).sharding.mesh) for x in closed.consts):
+        raise error
+    return closed, out
 
 
 def partition(traced: Traced, layouts: Sequence[Layout] | None = None) -> MicroBatch:

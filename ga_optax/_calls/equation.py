@@ -203,7 +203,7 @@ def _traced(flat: Callable[..., Any], xs: Sequence[Any], call: Call) -> tuple[An
     if call.devices.mesh is None:
         return trace(*xs)
     with meshes.without_mesh():
-        return trace(*map(rows.type_of, xs))
+        return trace(*map(meshes.type_without_mesh, xs))
 
 
 def _is_one(call: Call) -> bool:

@@ -133,31 +133,33 @@ def explained(call: Call) -> Iterator[None]:
                 error.add_note(todo)
         names = [name for name in call.devices.bound if f"'{name}'" in text]
         if names and "Manual" in text:
-            text = f"{_MANUAL.format(names[0])} JAX says: {error}"
+            todo = _SHARDS if "constraint" in text else _CLOSES
+            text = f"{todo.format(names[0])} JAX says: {error}"
             raise ManualAxisError(text) from error
         raise
 
 
-_CLOSED_OVER = (
-    "If fun closes over an array that lies on the mesh, pass it as an argument: an "
-    "argument without a role goes whole to every device."
-)
+_AS_ARGUMENT = "an argument without a role goes whole to every device."
 _ADVICE = {
     "unbound axis name": "fun communicates over an axis that is not bound here. With "
     "value_and_grad fun needs no collectives: it sees all rows.",
-    "Closing over": f"In terms of ga_optax: {_CLOSED_OVER}",
+    "Closing over": "In terms of ga_optax: if fun closes over an array that lies on "
+    f"the mesh, pass it as an argument: {_AS_ARGUMENT}",
 }
 
-
-# The advice on a sharding over a data axis that is bound.
-_MANUAL = (
+# The advice on a sharding over a data axis that is bound, and on an array of the mesh.
+_SHARDS = (
     "With a data_axis fun must not shard anything over it by a PartitionSpec, since it "
     "sees the rows of one device, but it names {!r}. Pass with_sharding_constraint a "
     "NamedSharding, out of which the data axis is taken, or a PartitionSpec of other "
     "axes alone (in Flax, take the name out of the logical axis rules, in Haliax out "
     "of the axis mapping). In your own jax.shard_map, pass check_vma=False, too. Or "
-    'pass sync="each", or no data_axis, and every micro-batch is reduced. '
-    f"{_CLOSED_OVER}"
+    'pass sync="each", or no data_axis, and every micro-batch is reduced.'
+)
+_CLOSES = (
+    "With a data_axis fun must get arrays as arguments, since it runs on one device of "
+    "{!r}, but here it closes over an array that lies on the mesh. Pass the array: "
+    + _AS_ARGUMENT
 )
 
 

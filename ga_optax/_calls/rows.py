@@ -43,14 +43,9 @@ def types_of_all(call: Call) -> list[Any]:
         shape = list(jnp.shape(x))
         shape[axis] *= devices.number if devices.bound else 1
         no_mesh = (devices.maps or devices.bound) and not meshes.varying(x)
-        aval = type_of(x) if no_mesh else jax.typeof(x)
+        aval = meshes.type_without_mesh(x) if no_mesh else jax.typeof(x)
         types.append(type_here(aval, tuple(shape), None))
     return types
-
-
-def type_of(x: Any) -> jax.ShapeDtypeStruct:
-    """The type of a value, without a mesh."""
-    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
 
 
 # -- Which rows a micro-batch has ------------------------------------------------------

@@ -80,6 +80,11 @@ def without_mesh() -> contextlib.AbstractContextManager[Any]:
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
+def type_without_mesh(x: Any) -> jax.ShapeDtypeStruct:
+    """The type of a value, without a mesh."""
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+
+
 def of_all_rows(axes: Axes) -> list[tuple[str, int]]:
     """Axis names, with sizes, that mark a trace at the rows of all devices."""
     return [(f"all rows along {name}", 1) for name in axes]

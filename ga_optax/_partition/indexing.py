@@ -108,10 +108,11 @@ def rows_in_order(
 ) -> Any:
     """Local indices, if indices into the rows are 0, 1, ..., n - 1; None otherwise.
 
-    An index may repeat, one after the other: 0, 0, 1, 1, ...
+    An index may repeat, one after the other: 0, 0, 1, 1, ... Then the indices of a
+    segment are those of its rows, so a micro-batch counts its own rows.
     """
     rows = operand.rows
-    if rows is None or operand.dim not in index_map or rows.segments > 1:
+    if rows is None or operand.dim not in index_map:
         return None
     if len(indices.shape) < 2:  # the place of one number
         return None
@@ -194,17 +195,16 @@ def _scattered_own(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     index_map = numbers.scatter_dims_to_operand_dims
     rank, window = len(updates.shape), numbers.update_window_dims
     batch = [d for d in range(rank) if d not in window]
-    is_own = batch and not numbers.operand_batching_dims
-    for d in index_map if is_own else ():
-        rows = Rows(d)
-        due = rows, Rows(0), Rows(batch[0])
-        is_split = any(v.layout == its for v, its in zip(vs, due, strict=True))
-        fits = can_split(operand.shape, rows, w.axis.size)
-        if is_split and fits and d in numbers.inserted_window_dims:
+    if not batch or numbers.operand_batching_dims:
+        return None
+    for d in set(index_map).intersection(numbers.inserted_window_dims):
+        due = zip(vs, (d, 0, batch[0]), strict=True)
+        rows = next((v.rows.at(d) for v, own in due if v.rows and v.dim == own), None)
+        if rows and can_split(operand.shape, rows, w.axis.size):
             like = Value(None, operand.aval, rows)
             own = rows_in_order(w, like, indices, index_map)
             if own is not None:
-                xs = w.part(operand, rows), own, w.part(updates, Rows(batch[0]))
+                xs = w.part(operand, rows), own, w.part(updates, rows.at(batch[0]))
                 return [(w.run(e, xs), rows)]
     return None
 

@@ -114,7 +114,7 @@ def _over_rows(w: Writer, vs: list[Value], how: read.Scan) -> Results:
     """
     consts, carry, slices = how.split(vs)
     rows = max((v.rows for v in slices if v.dim == 0), key=lambda rows: -rows.segments)
-    if rows.segments > 1 or how.length % w.axis.size:
+    if how.length % (rows.segments * w.axis.size):
         return None
     if carry and not _only_adds(how):
         return None

@@ -30,6 +30,18 @@ def by_place(p, b):
     return jnp.mean(on.model(p, b) ** 2 * weights[:, None])
 
 
+def picked(p, b):
+    """The focal loss: of each row one number, and a function of it."""
+    h = jax.nn.log_softmax(on.model(p, b))
+    chosen = h[jnp.arange(len(h)), jnp.arange(len(h)) * 5 % h.shape[1]]
+    return -jnp.mean((1 - jnp.exp(chosen)) ** 2 * chosen)
+
+
+def mapped(p, b):
+    """A loop over the rows themselves."""
+    return jnp.mean(jax.lax.map(lambda h: jnp.vdot(h, jnp.tanh(h)), on.model(p, b)))
+
+
 def reversed_rows(p, b):
     weights = jnp.linspace(0.0, 1.0, on.ROWS)
     return jnp.mean(on.model(p, b)[::-1] ** 2 * weights[:, None])
@@ -79,6 +91,13 @@ def distance(got, loss):
 @pytest.mark.parametrize("name", AXES)
 def test_where_rows_do_not_meet_every_option_is_there(name, loss, kind):
     assert distance(at_top_level(loss, name, kind), loss) < BOUND
+
+
+@pytest.mark.quick
+@FAST
+@pytest.mark.parametrize("loss", [picked, mapped])
+def test_rows_in_segments_of_devices_need_no_rows_of_others(loss):
+    assert distance(at_top_level(loss, "each, sharded", AxisType.Auto), loss) < BOUND
 
 
 @FAST
@@ -405,6 +424,39 @@ def test_a_frozen_argument_on_every_device_is_not_gathered():
     got, want, _, found = of_adapters(adapted, P())
     assert close(got, want)
     assert [(c.kind, bool(c.loops)) for c in found] == [("all-reduce", False)]
+
+
+def looked_up(table):
+    """A loss that closes over a table, and takes rows of it in every layer."""
+
+    def fun(w, b):
+        def layer(h, w):
+            return jnp.tanh(h @ w) + table[b["id"]] * jax.jit(lambda i: table[i, 0])(1)
+
+        h = jax.lax.scan(lambda h, w: (jax.checkpoint(layer)(h, w), None), b["x"], w)[0]
+        return jnp.mean(h**2) + jnp.mean(table[:2]) * jnp.mean(w**2)
+
+    return fun
+
+
+@FAST
+@pytest.mark.grid(2, 6)
+@pytest.mark.parametrize("where", [P(), P("data"), P(None, "data")], ids=str)
+@pytest.mark.parametrize("rows", [8, 4096])  # of which the second stay sharded
+def test_a_loss_may_close_over_a_table_that_lies_on_the_mesh(where, rows):
+    mesh = mesh_of()
+    w, x, table = array(2, 8, 8), array(16, 8), array(rows, 8)
+    args = w, {"x": x, "id": jnp.arange(16) * 3 % rows}
+    want = jax.jit(jax.value_and_grad(looked_up(table)))(*args)
+    fun = looked_up(put(table, mesh, where))
+    step = jax.jit(ga.value_and_grad(fun, 2, data_axis=ga.DataAxis("data", mesh=mesh)))
+    args = put(args, mesh, (P(), P("data")))
+    for context in contextlib.nullcontext(), jax.set_mesh(mesh):
+        with context:
+            assert close(step(*args), want)
+            found = ga.audit(step.lower(*args).compile(), mesh)
+    # Of the sharded tables the first is whole: the program has it as a constant.
+    assert any(c.loops for c in found.collectives) == (rows > 8 and where != P())
 
 
 @pytest.mark.parametrize("make", [ga.value_and_grad, mean_of])
