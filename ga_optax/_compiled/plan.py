@@ -391,8 +391,8 @@ def _notes(compiled: Sequence[Candidate]) -> list[str]:
     lines = []
     for note in dict.fromkeys(note for c in compiled for note in c.notes):
         of = [str(c.num_microbatches) for c in compiled if note in c.notes]
-        prefix = f"num_microbatches={', '.join(of)}: " if len(of) < len(compiled) else ""
-        lines.append(prefix + note)
+        some = f"num_microbatches={', '.join(of)}: "
+        lines.append((some if len(of) < len(compiled) else "") + note)
     return lines
 
 
