@@ -59,7 +59,8 @@ def _axes_before(e: core.JaxprEqn) -> dict[int | None, int] | None:
     if e.primitive.name != "reshape":
         ways = factors_of(entry_of(e), e)
         return {x.outs[0]: x.ins[0] for x in ways if x.ins[0] is not None}
-    shapes = [x.aval.shape for x in (*e.invars[:1], *e.outvars)]
+    both: list[Any] = [*e.invars[:1], *e.outvars]
+    shapes = [x.aval.shape for x in both]
     before, after = ([d for d, n in enumerate(x) if n != 1] for x in shapes)
     same = [shapes[0][d] for d in before] == [shapes[1][d] for d in after]
     return dict(zip(after, before, strict=True)) if same else None
