@@ -69,7 +69,7 @@ _failed: set[str] = set()
 
 
 def unsaid(failures: Iterable[Failure]) -> Iterator[str]:
-    """What to say of failures, once for each primitive, if nothing else failed."""
+    """The warnings of failures, one for each primitive; given if all else worked."""
     for e, error in failures:
         name = e.primitive.name
         if name in _failed:

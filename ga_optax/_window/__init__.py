@@ -21,8 +21,8 @@ module for each step:
 A collective fills a *buffer*: a sum or an extremum over the window, or the stack of its
 operands. The result of the collective is a *view* of the buffer. Once the buffers of
 earlier levels are filled, the micro-batches are independent again. `cost` and `cut`
-choose residuals, and `evaluation` evaluates the program. `runs` lists the phases of a
-window; `report` and `describe` show them.
+choose residuals, and `evaluation` evaluates the program. `runs` lists the stages of a
+window, which `run` runs, and `report` and `describe` show.
 
 By default no part of `fun` runs more than three times forward and once backward; or
 twice forward, if the residuals for that take at most the bytes of one micro-batch's

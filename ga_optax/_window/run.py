@@ -54,6 +54,8 @@ def run(values: Evaluation) -> Outcome:
     order, buffers = list(stages(schedule)), values.arguments()
     cotangents = dict(zip(values.params, operands.acc.total, strict=True))
     wanted = _wanted(values)
+    loop: Any = None
+    state: Any = None
     for stage in order:
         if stage.kind == "fill":
             buffers = forward.fill(values, stage.level, buffers)
