@@ -12,6 +12,7 @@ from jax.extend import core
 from ga_optax._calls import advice, batches
 from ga_optax._calls.call import Call
 from ga_optax._calls.engine import (
+    RAISED,
     MicroBatch,
     Scheduled,
     on_devices,
@@ -19,6 +20,7 @@ from ga_optax._calls.engine import (
     rewrite,
     schedule,
     trace,
+    why_undivided,
 )
 from ga_optax._calls.options import Options
 from ga_optax._calls.results import returning_pair
@@ -254,7 +256,7 @@ def batch_dependencies(
       A function of `fun`'s arguments, or of their types.
 
     Raises:
-      TypeError, ValueError: as `value_and_grad`.
+      TypeError, ValueError: as `value_and_grad`; or if it computes all rows at once.
     """
     options = Options(**locals(), accumulator_dtype=jnp.float32).checked()
     options = returning_pair(options)
@@ -307,7 +309,15 @@ def _scheduled(call: Call) -> Scheduled:
 
     def run(values: dict[int, Any]) -> None:
         traced = trace(call.with_leaves(values).on_device())
-        on_devices(partition(traced), stations, None)
+        try:
+            on_devices(partition(traced), stations, None)
+        except RAISED:
+            raise
+        except Exception as error:  # Any: as in `engine.value_and_grad`
+            raise ValueError(
+                "batch_dependencies needs a program of a micro-batch, but "
+                + why_undivided(error)
+            ) from error
 
     jax.eval_shape(run, arrays)
     return plans[0]

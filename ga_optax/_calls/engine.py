@@ -125,7 +125,7 @@ def value_and_grad(
     traced = trace(call.on_device())
     try:
         return (over or over_micro_batches)(partition(traced))
-    except (DoesNotFitError, NoDerivativeError, Warning):
+    except RAISED:
         raise
     except Exception as error:  # Any: a future JAX may fail in ways unknown today.
         return _in_one(traced.call, error)
@@ -250,6 +250,8 @@ def run(scheduled: Scheduled) -> Outcome:
 
 
 # The folds of results without rows, by layout.
+# Errors that a call raises as they are. After others it computes all rows at once.
+RAISED = (DoesNotFitError, NoDerivativeError, Warning)
 _FOLD_OF_LAYOUT = {"whole": "last", "partial": "sum"}
 
 
@@ -308,13 +310,22 @@ def _in_one(call: Call, error: Exception) -> Pair:
     """Warns that the program cannot be divided, and why; then as `undivided`."""
     if call.devices.bound:
         raise error
-    why = " ".join([str(error).split("\n")[0], *getattr(error, "__notes__", ())])
     warn(
         "The gradient is computed of all rows at once, in the memory that this takes, "
-        f"because ga_optax with jax {jax.__version__} cannot divide the program: "
-        f"{type(error).__name__}: {why} The result is right."
+        f"because {why_undivided(error)} The result is right."
     )
     return undivided(call)
+
+
+def why_undivided(error: Exception) -> str:
+    """Why a program cannot be divided, and what helps."""
+    why = " ".join([str(error).split("\n")[0], *getattr(error, "__notes__", ())])
+    return (
+        f"ga_optax with jax {jax.__version__} cannot divide the program: "
+        f"{type(error).__name__}: {why}. If rows of a function in there do not need "
+        "each other, such as a solver under jax.vmap, ga_optax.rowwise of it, here "
+        "ga_optax.rowwise(jax.vmap(fun, in_axes), in_axes), needs no look inside."
+    )
 
 
 def _check_options(micro_batch: MicroBatch) -> None:
