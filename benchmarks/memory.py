@@ -43,15 +43,13 @@ def measure(layers: int, width: int, rows: int, k: int) -> dict[str, int]:
 
 
 def by_rows(layers: int, width: int, rows: int) -> list[dict[str, Any]]:
-    """MB that a step needs: undivided, and in micro-batches of a sixteenth of `rows`."""
+    """MB that a step needs: undivided, and in micro-batches of `rows / 16`."""
     size = rows // 16
     found = []
     for k in peers.doubling(16):
         one, many = (measure(layers, width, k * size, n) for n in (1, k))
         mb = {UNDIVIDED: one[peers.SCAN]} | {way: many[way] for way in IN_ONE_CALL}
-        found.append(
-            {"rows": k * size, "mb": {way: b / 1e6 for way, b in mb.items()}}
-        )
+        found.append({"rows": k * size, "mb": {way: b / 1e6 for way, b in mb.items()}})
     return found
 
 

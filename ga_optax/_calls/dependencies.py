@@ -254,7 +254,7 @@ def batch_dependencies(
       A function of `fun`'s arguments, or of their types.
 
     Raises:
-      TypeError, ValueError: as `value_and_grad`.
+      TypeError, ValueError: as `value_and_grad`; or if it computes all rows at once.
     """
     options = Options(**locals(), accumulator_dtype=jnp.float32).checked()
     options = returning_pair(options)

@@ -139,11 +139,7 @@ def value_and_grad(
     except Exception as error:  # Any: a future JAX may fail in ways unknown today.
         if places.is_of_user(error) or traced.call.devices.bound:
             raise
-        text = " ".join([str(error).split("\n")[0], *getattr(error, "__notes__", ())])
-        plan = AllRows(
-            f"ga_optax with jax {jax.__version__} cannot divide the program: "
-            f"{type(error).__name__}: {text}"
-        )
+        plan = AllRows(_why_undivided(error))
     return _in_one(traced.call, plan)
 
 
@@ -303,7 +299,6 @@ def run(scheduled: Scheduled) -> Outcome:
     return out._replace(acc=grads)
 
 
-# The folds of results without rows, by layout.
 _FOLD_OF_LAYOUT = {"whole": "last", "partial": "sum"}
 
 
@@ -374,6 +369,17 @@ def _in_one(call: Call, plan: AllRows) -> Pair:
     if call.sees is None:
         warn(text)
     return out
+
+
+def _why_undivided(error: Exception) -> str:
+    """Why a program cannot be divided, and what helps."""
+    why = " ".join([str(error).split("\n")[0], *getattr(error, "__notes__", ())])
+    return (
+        f"ga_optax with jax {jax.__version__} cannot divide the program: "
+        f"{type(error).__name__}: {why}. If rows of a function in there do not need "
+        "each other, such as a solver under jax.vmap, ga_optax.rowwise of it, here "
+        "ga_optax.rowwise(jax.vmap(fun, in_axes), in_axes), needs no look inside."
+    )
 
 
 def _check_options(micro_batch: MicroBatch) -> None:

@@ -33,7 +33,7 @@ from jax.extend import core
 
 from ga_optax._partition import nested
 from ga_optax._partition.axis import meeting_of
-from ga_optax._partition.derivatives import Derived, derived
+from ga_optax._partition.derivatives import Derived, derived, stopped
 from ga_optax._partition.values import (
     PARTIAL,
     WHOLE,
@@ -66,7 +66,7 @@ def attached(
       RowsMeet: if rows meet where they cannot.
     """
     inputs = [read.num_readers(w.jaxpr, x) > 0 for x in e.outvars]
-    key = "derived", Same(e), *inputs, *(v.smooth for v in vs)
+    key = "derived", Same(e), *inputs, *w.gives(e), *(v.smooth for v in vs)
     rule = w.once(key, lambda: derived(w, e, vs, inputs))
     if rule.program.jaxpr.effects:
         raise RowsMeet  # what prints does so once, with all rows
@@ -121,7 +121,13 @@ def _partitioned(
         layouts,
         of_grads,
         dict(zip(rule.given, cts, strict=True)),
-        dict(zip(jaxpr.invars, [*consts, w.index, *map(_stopped, vs)], strict=False)),
+        dict(
+            zip(
+                jaxpr.invars,
+                [*consts, w.index, *(stopped(v.x) for v in vs)],
+                strict=False,
+            )
+        ),
         frozenset(compress(ours, [True, *differ])),
         not is_linear,
     )
@@ -148,10 +154,6 @@ def _dual(layout: Layout, in_parts: bool) -> Layout:
     if isinstance(layout, Rows):
         return layout
     return PARTIAL if in_parts and layout == WHOLE else WHOLE
-
-
-def _stopped(v: Value) -> Any:
-    return jax.lax.stop_gradient(v.x) if is_inexact(v.aval) else v.x
 
 
 class _Sum(NamedTuple):

@@ -24,7 +24,7 @@ from jax.extend import core
 
 from ga_optax._partition import nested
 from ga_optax._partition.attached import attached
-from ga_optax._partition.derivatives import derived, zero
+from ga_optax._partition.derivatives import derived, given_of, stopped, zero
 from ga_optax._partition.values import (
     PARTIAL,
     WHOLE,
@@ -45,7 +45,7 @@ def custom_jvp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     vs = w.summed(vs)
     if all(v.is_whole for v in vs):
         return w.all_whole(e, vs)
-    if w.scope.in_rule or not any(is_inexact(v.aval) for v in vs):
+    if w.scope.in_rule or not any(_moving(e, vs)):
         return nested.inlined(w, program, vs)
     try:
         with w.may_fail(e, last=False) as out:
@@ -60,7 +60,7 @@ def custom_jvp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
 
 def custom_vjp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     vs = w.summed(vs)
-    if e.params["symbolic_zeros"] or all(v.is_whole for v in vs):
+    if all(v.is_whole for v in vs):
         return None
     if w.scope.in_rule:
         return nested.inlined(w, read.inner(e)[0], vs)
@@ -80,6 +80,8 @@ _JAX = os.path.dirname(jax.__file__) + os.sep  # other names begin with it, too
 def _in_the_open(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
     """The results of a function that no longer stands for itself."""
     vs = _of_no_level(vs)
+    if not any(w.gives(e)):
+        vs = list(map(_without_derivative, vs))
     if not any(v.smooth and is_inexact(v.aval) for v in vs):
         return nested.inlined(w, read.inner(e)[0], vs)
     apart, linear = w.within(forbids_collectives=True), functools.partial(_is_linear, w)
@@ -115,6 +117,10 @@ def _as_it_raises(
     return [(same(x) if is_inexact(x) else x, layout) for x, layout in out]
 
 
+def _without_derivative(v: Value) -> Value:
+    return dataclasses.replace(v, x=stopped(v.x), smooth=False, copies={})
+
+
 def _of_no_level(vs: list[Value]) -> list[Value]:
     """Operands without levels, so that equal calls are equal at all levels."""
     return [dataclasses.replace(v, level=0) for v in vs]
@@ -127,7 +133,7 @@ def _kept(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
     """The results of a `jax.custom_jvp` that works on the rows of a micro-batch."""
     vs, n = _of_no_level(vs), e.params["num_consts"]
     function = nested.inner(w, read.inner(e)[0], vs)
-    moving = [is_inexact(v.aval) for v in vs[n:]]
+    moving = _moving(e, vs)
     jvp, results_move = _rule_of(e, moving)
     calls, jvp = _without_call(jvp, e)
     tangents = [_of_layout(v.aval, v.layout) for v in compress(vs[n:], moving)]
@@ -157,11 +163,28 @@ def _kept(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
     return list(zip(out, function.layouts, strict=True))
 
 
+def _moving(e: core.JaxprEqn, vs: list[Value]) -> list[bool]:
+    """True for each argument of a `jax.custom_jvp` of which the rule gets a tangent."""
+    its, asks = vs[e.params["num_consts"] :], e.params["symbolic_zeros"]
+    return [is_inexact(v.aval) and (v.smooth or not asks) for v in its]
+
+
 def _rule_of(e: core.JaxprEqn, moving: list[bool]) -> tuple[read.Program, list[bool]]:
-    """The rule of a `jax.custom_jvp`, and which results have a tangent."""
-    fixed = [not moves for moves in moving]
+    """The rule of a `jax.custom_jvp`, and which results have a tangent.
+
+    The rule takes the arguments, and the tangents of those that move. Only a rule that
+    asks for it is told that others do not move.
+    """
+    fixed = [e.params["symbolic_zeros"] and not moves for moves in moving]
     *rule, without_tangent = e.params["jvp_jaxpr_fun"].call_wrapped(*fixed)
-    return _traced_before(*rule), [not x for x in without_tangent]
+    jaxpr, consts = _traced_before(*rule)
+    dots: list[Any] = jaxpr.invars[len(moving) :]
+    nothing = [x for x in dots if x.aval.dtype == jax.dtypes.float0]  # of an integer
+    invars = [x for x in jaxpr.invars if x not in nothing]
+    constants = [*jaxpr.constvars, *nothing]
+    jaxpr = rewrite.closing_over(jaxpr, constants, [None] * len(constants), invars)
+    program = read.Program(jaxpr, [*consts, *(zero(x.aval) for x in nothing)])
+    return program, [not x for x in without_tangent]
 
 
 def _without_call(jvp: read.Program, e: core.JaxprEqn) -> tuple[bool, read.Program]:
@@ -232,13 +255,18 @@ def has_nonlinear_rule(w: Writer, e: core.JaxprEqn) -> bool:
     if e.primitive.name == "custom_vjp_call":
         if e.params["symbolic_zeros"]:
             return True
+        operands = [_of_layout(x.aval, WHOLE) for x in e.invars]
         try:
-            rule = derived(w, e, [_of_layout(x.aval, WHOLE) for x in e.invars])
+            rule = derived(w, e, operands, [True] * len(e.outvars))
         except Exception as error:  # Any: nothing is known of the rule.
             return not places.is_of_user(error)  # JAX calls that one, if it is needed
         prints = bool(rule.program.jaxpr.effects)  # such as the cotangent
         return prints or not _is_linear(w, rule.backward, len(rule.given))
-    return any(has_nonlinear_rule(w, x) for p in read.inner_programs(e) for x in p.eqns)
+    for p in read.inner_programs(e):
+        here = w.at(jaxpr=p, given=read.moved_by(p, p.outvars))
+        if any(has_nonlinear_rule(here, x) for x in p.eqns):
+            return True
+    return False
 
 
 # -- Computed whole --------------------------------------------------------------------
@@ -273,7 +301,7 @@ def passed_on(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Any]:
         # The zeros of a rule that returns None have the types of its own arguments,
         # and JAX compares those of the branches.
         own = [jax.lax.copy_p.bind(x) if is_inexact(x) else x for x in xs]
-        some = map(w.bound(e, own).__getitem__, passed)
+        some = map(given_of(w, e, own).__getitem__, passed)
         return [x.astype(jnp.int32) if x.dtype == jnp.bool_ else x for x in some]
 
     # The others do not run it: a rule may make something of no cotangent.

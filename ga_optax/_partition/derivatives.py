@@ -58,18 +58,17 @@ class Derived(NamedTuple):
 
 
 def derived(
-    w: Writer, e: core.JaxprEqn, vs: Sequence[Value], inputs: Sequence[bool] = ()
+    w: Writer, e: core.JaxprEqn, vs: Sequence[Value], inputs: Sequence[bool]
 ) -> Derived:
-    """The program that JAX derives of an equation; `read` says of which results."""
-    inputs = inputs or [True] * len(e.outvars)
+    """The program that JAX derives of an equation; `inputs` says of which results."""
     outs: list[Any] = [x for x, reads in zip(e.outvars, inputs, strict=True) if reads]
-    given = [i for i, x in enumerate(outs) if is_inexact(x)]
+    given = [i for i, x in enumerate(outs) if x in w.given]
     # JAX refuses cotangents of what a rule closes over: its constants, in a loop.
     args = range(e.params["num_consts"], len(vs))
     moving = [i for i in args if vs[i].smooth and is_inexact(vs[i].aval)]
 
     def results(*xs: Any) -> list[Any]:
-        return [x for x, reads in zip(w.bound(e, xs), inputs, strict=True) if reads]
+        return [x for x, reads in zip(given_of(w, e, xs), inputs, strict=True) if reads]
 
     def run(xs: list[Any], cts: list[Any]) -> Any:
         of_moving = interpret.of_some(results, xs, moving)
@@ -83,6 +82,21 @@ def derived(
     closed, shapes = jax.make_jaxpr(run, return_shape=True)(types, cts)
     program = read.Program(closed.jaxpr, closed.consts)
     return Derived(program, len(outs), len(shapes[1]), given, moving)
+
+
+def given_of(w: Writer, e: core.JaxprEqn, xs: Sequence[Any]) -> list[Any]:
+    """The results of an equation; the cotangent of some is zero, and JAX knows it.
+
+    To a rule such a zero is not what an array of zeros is: under `jax.vmap` JAX refuses
+    arrays for what examples share.
+    """
+    pairs = zip(w.bound(e, xs), w.gives(e), strict=True)
+    return [x if gives or not is_inexact(x) else stopped(x) for x, gives in pairs]
+
+
+def stopped(x: Any) -> Any:
+    """A value without derivatives."""
+    return jax.lax.stop_gradient(x) if is_inexact(x) else x
 
 
 def zero(x: Any) -> Any:

@@ -50,6 +50,7 @@ def _of_rows(w: Writer, vs: list[Value], how: read.Scan, waits: bool) -> Results
     vs = vs if waits else w.summed(vs)
     consts, carry, slices = how.split(vs)
     level, params, n = w.level, any(v.params for v in vs), len(carry)
+    smooth = any(v.smooth for v in vs)
     notes, before = w.records.notes, len(w.records.notes)
 
     def complete(layouts: Iterable[Layout]) -> list[Layout]:
@@ -65,7 +66,7 @@ def _of_rows(w: Writer, vs: list[Value], how: read.Scan, waits: bool) -> Results
             strict=True,
         )
         args = [
-            Value(None, x.aval, layout, number, params, v.smooth or params)
+            Value(None, x.aval, layout, number, params, smooth)
             for v, x, layout, number in each
         ]
         return inner(w, how.body, args, wanted)
@@ -164,22 +165,25 @@ def while_(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     m = n + e.params["body_nconsts"]
     of_cond, of_body, carry = vs[:n], vs[n:m], vs[m:]
     cond, body = (read.Program(e.params[k].jaxpr, e.params[k].consts) for k in _WHILE)
-    layouts, here = [v.layout for v in carry], w.within(forbids_collectives=True)
+    layouts: list[Layout] = [v.layout for v in carry]
+    here = w.within(forbids_collectives=True)
     notes, before = w.records.notes, len(w.records.notes)
+    facts = w.level, any(v.params for v in vs), any(v.smooth for v in vs)
     while True:
         del notes[before:]
-        args = [v.alone(None, x) for v, x in zip(carry, layouts, strict=True)]
+        pairs = zip(carry, layouts, strict=True)
+        args = [Value(None, v.aval, layout, *facts) for v, layout in pairs]
         wanted = [x if isinstance(x, Rows) else None for x in layouts]
         run = inner(here, body, [*of_body, *args], wanted)
         test = inner(here, cond, [*of_cond, *args])
-        new = list(map(joined, layouts, run.layouts))
+        new: list[Layout] = list(map(joined, layouts, run.layouts))
         [rows] = test.layouts
         if isinstance(rows, Rows):  # a loop for each row, by `jax.vmap`
             new = [rows] * len(carry)
         if new == layouts:
             break
-        if PARTIAL in new or layouts == [rows] * len(carry):
-            raise RowsMeet
+        if PARTIAL in new or new.count(WHOLE) == layouts.count(WHOLE):
+            raise RowsMeet  # each round gives rows to a carry that had none
         layouts = new
     is_one = not test.closed.out_avals[0].shape
 

@@ -18,7 +18,6 @@ from ga_optax._partition.values import (
     Value,
 )
 from ga_optax._partition.writer import Writer
-from ga_optax._passes import read
 from ga_optax._passes.read import is_inexact
 
 
@@ -157,7 +156,7 @@ def _extremum(w: Writer, e: core.JaxprEqn, v: Value) -> Any:
     reason they are computed once for both, and not fused with either.
     """
     is_max = e.primitive.name == "reduce_max"
-    if not v.smooth or not is_inexact(v.aval) or _only_stopped(w.jaxpr, e.outvars[0]):
+    if not v.smooth or e.outvars[0] not in w.given:
         return _stopped_extremum(w, is_max, v, w.run(e, [v.x]))
     x, axes = jax.lax.optimization_barrier(v.x), tuple(e.params["axes"])
     here = _extremum_here(is_max, axes, x)
@@ -187,18 +186,6 @@ def _of_parts_jvp(is_max: bool, primals: Any, tangents: Any) -> tuple[Any, Any]:
     out = _of_parts(is_max, found, counts)
     share = jnp.where(found == out[None], counts, jnp.zeros_like(counts))
     return out, (tangents[0] * (share / share.sum(0)[None])).sum(0)
-
-
-def _only_stopped(jaxpr: core.Jaxpr, variable: Any) -> bool:
-    """True if no derivative goes through a variable, as in a `logsumexp`."""
-    uses = read.uses(jaxpr, variable)
-    through = ("max", "broadcast_in_dim", "reshape", "select_n", "is_finite", "squeeze")
-    return 0 < read.num_readers(jaxpr, variable) == len(uses) and all(
-        e.primitive.name == "stop_gradient"
-        or (e.primitive.name in through and _only_stopped(jaxpr, e.outvars[0]))
-        or not any(is_inexact(x.aval) for x in e.outvars)
-        for e, _ in uses
-    )
 
 
 def argument(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:

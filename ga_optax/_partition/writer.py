@@ -2,7 +2,8 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -77,6 +78,7 @@ class Writer:
       records: what all writers of the partition have in common.
       scope: facts of the programs around the equation at hand.
       jaxpr: the program that is read.
+      given: the variables of `jaxpr` that may have a cotangent.
       source: where the equation at hand is from, or else the one around it.
       level: the level of what the equation at hand reads, see `Value`.
     """
@@ -87,6 +89,7 @@ class Writer:
     records: Records
     scope: Scope
     jaxpr: Any = None
+    given: Collection[Any] = ()
     source: Any = None
     level: int = 0
 
@@ -271,10 +274,18 @@ class Writer:
         return interpret.bind(self.jaxpr, [e], e.invars, e.outvars, xs)
 
     def interpret(
-        self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Value]
+        self,
+        jaxpr: core.Jaxpr,
+        consts: Sequence[Any],
+        args: Sequence[Value],
+        given: Sequence[bool] = (),
     ) -> list[Value]:
-        """The results of a program of the whole batch."""
+        """The results of a program of the whole batch.
+
+        `given` is True for those that may have a cotangent; () if all may.
+        """
         jaxpr = references.grouped(jaxpr)
+        moving = itertools.compress(jaxpr.outvars, given) if given else jaxpr.outvars
         constants = [
             Value(x, var.aval) for x, var in zip(consts, jaxpr.constvars, strict=True)
         ]
@@ -284,7 +295,8 @@ class Writer:
         def value(x: Any) -> Value:
             return Value(x.val, x.aval) if isinstance(x, core.Literal) else env[x]
 
-        here, outer = self.at(jaxpr=jaxpr), source_info_util.current_name_stack()
+        here = self.at(jaxpr=jaxpr, given=read.moved_by(jaxpr, moving))
+        outer = source_info_util.current_name_stack()
         for e in jaxpr.eqns:
             e = places.placed(e, self.source)
             info = here.source = e.source_info
@@ -295,10 +307,14 @@ class Writer:
             env.update(zip(e.outvars, out, strict=True))
         return [value(x) for x in jaxpr.outvars]
 
+    def gives(self, e: core.JaxprEqn) -> list[bool]:
+        """True for each result of an equation that may have a cotangent."""
+        return [x in self.given for x in e.outvars]
+
     def _equation(self, e: core.JaxprEqn, vs: list[Value]) -> list[Value]:
         if read.kind(e) == "call" and not self._stays(e, vs):
             [program] = read.inner(e)
-            return self.interpret(program.jaxpr, program.consts, vs)
+            return self.interpret(program.jaxpr, program.consts, vs, self.gives(e))
         if (program := _in_two(e)) is not None:
             return self.interpret(program.jaxpr, program.consts, vs)
         self.level = max((v.level for v in vs), default=0)

@@ -5,6 +5,7 @@ programs, which change between versions of JAX.
 """
 
 import collections
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -349,6 +350,31 @@ def following(
         if depends and equation.primitive.name not in stops:
             dependent.update(equation.outvars)
     return dependent
+
+
+def moved_by(jaxpr: core.Jaxpr, results: Iterable[Any]) -> set[Any]:
+    """The variables that may get a cotangent if some results of a program have one."""
+    found = set(filter(is_inexact, variables(results)))
+    for equation in reversed(jaxpr.eqns):
+        # A reference gets its cotangent by effects, such as that of writing to it.
+        if equation.effects or not found.isdisjoint(equation.outvars):
+            its = _operands_moved_by(equation, found)
+            found.update(filter(is_inexact, variables(its)))
+    return found
+
+
+def _operands_moved_by(equation: core.JaxprEqn, found: Collection[Any]) -> list[Any]:
+    """The operands that may get a cotangent if results among `found` have one."""
+    if equation.primitive.name == "stop_gradient":
+        return []
+    if equation.effects or kind(equation) not in (*INLINE, "cond"):
+        return equation.invars
+    moved, outs = [], [x in found for x in equation.outvars]
+    for program in inner_programs(equation):
+        inside = moved_by(program, itertools.compress(program.outvars, outs))
+        pairs = zip(operands(equation, program), program.invars, strict=True)
+        moved += [x for x, name in pairs if name in inside]
+    return moved
 
 
 def roundings(jaxpr: core.Jaxpr, result: Any) -> list[Any]:

@@ -267,9 +267,12 @@ def test_what_the_partitioner_cannot_do_is_computed_of_all_rows_and_said(monkeyp
     broken = failing(KeyError("a parameter that jax renamed"))
     want = jax.value_and_grad(loss, has_aux=True)(W, X)
     monkeypatch.setattr(of_rows, "partition", broken)
-    with pytest.warns(UserWarning, match=r"all rows at once.*KeyError: 'a parameter"):
+    why = "KeyError: 'a parameter.*rowwise"
+    with pytest.warns(UserWarning, match=rf"all rows at once.*{why}"):
         got = ga.value_and_grad(loss, 4, has_aux=True)(W, X)
     assert off(got, want) == 0
+    with pytest.raises(ValueError, match=f"batch_dependencies needs.*{why}"):
+        ga.batch_dependencies(loss, 4, has_aux=True)(W, X)
 
     def squares(fun):
         return lambda *args: (fun(*args) ** 2).sum()

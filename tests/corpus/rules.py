@@ -343,6 +343,17 @@ def halved(x):
     )
 
 
+def settled(x):
+    """A fixed point of a row: carries start as constants, the test reads these."""
+
+    def step(c):
+        new = 0.5 * jnp.cos(c[0] + x)
+        return new, jnp.abs(new - c[0]).max()
+
+    start = jnp.zeros(x.shape), jnp.asarray(1.0)
+    return lax.while_loop(lambda c: c[1] > 1e-3, step, start)[0]
+
+
 def over_rows(h, w, ids):
     return lax.scan(lambda c, x: (c + x * x, jnp.tanh(x @ w)), w[0], h)
 
@@ -369,6 +380,11 @@ NESTED = {
         ),
         "jax.vmap(halved)(h)",
         "jax.vmap(halved, 1)(h)",
+        "jax.vmap(settled)(h)",
+        "jax.vmap(jax.vmap(settled))(h[:, None] * jnp.arange(3.0)[:, None])",
+        lambda h, w, ids: lax.while_loop(
+            lambda c: c[1] < 3, lambda c: (c[0] + h, c[1] + 1), (jnp.zeros(h.shape), 0)
+        ),
         lambda h, w, ids: jax.vmap(
             lambda i: lax.fori_loop(0, i, lambda j, c: c + j, 1)
         )(ids),
@@ -386,7 +402,11 @@ NESTED = {
         "jnp.linalg.solve(matrices(h), h[..., :3, None])",
     ],
     "call_hi_primitive": "jnp.searchsorted(jnp.linspace(-1, 1, 5), h)",
-    "custom_jvp_call": ["straight(h)", "jnp.logaddexp(h[:, None, 0], h[None, :, 1])"],
+    "custom_jvp_call": [
+        "straight(h)",
+        "jnp.logaddexp(h[:, None, 0], h[None, :, 1])",
+        "jax.scipy.special.zeta(3, 2 + h**2)",
+    ],
     "rowwise": ["of_rows(h)", "derived(h, w)"],
     "custom_vjp_call": [lambda h, w, ids: doubled(h, w[0]), "clipped(h)", "ranked(h)"],
 }

@@ -10,6 +10,7 @@ import pytest
 from corpus.harness import partitioned
 from helpers import error, mesh_of, off, put, undivided
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
@@ -216,6 +217,62 @@ def test_a_package_whose_name_begins_with_that_of_jax_keeps_its_rules():
 
     with jax.enable_x64(True):
         assert error(fun, K, *arguments(), accumulator_dtype="float64") < BOUND
+
+
+def solved(b, h):
+    return jnp.tanh(b * h), jnp.sin(b)
+
+
+def solver(asks):
+    """A function whose rule refuses a cotangent of the second result, which is shared.
+
+    It knows it if it `asks` JAX; or JAX refuses it under `jax.vmap`.
+    """
+
+    def forward(b, h):
+        b, h = (b.value, h.value) if asks else (b, h)
+        return solved(b, h), (b, h)
+
+    def backward(saved, cts):
+        assert not asks or isinstance(cts[1], SymbolicZero)
+        b, h = saved
+        ct = jnp.clip(cts[0], -0.1, 0.1) / jnp.cosh(b * h) ** 2
+        return (ct * h).sum(), ct * b
+
+    fun = jax.custom_vjp(solved)
+    fun.defvjp(forward, backward, symbolic_zeros=asks)
+    return jax.vmap(fun, (None, 0))
+
+
+READERS = {
+    "nothing": lambda y, shared: y,
+    "a jit": jax.jit(lambda y, shared: y),
+    "a stopped sum": lambda y, shared: y + lax.stop_gradient(shared)[:, None],
+    "a test": lambda y, shared: jnp.where(shared[:, None] > 0, y, -y),
+    "a branch": lambda y, shared: lax.cond(
+        y[0, 0] > 9, lambda y, shared: 2 * y, lambda y, shared: y, y, shared
+    ),
+}
+
+
+@pytest.mark.grid(4, 20)
+@pytest.mark.usefixtures("fast_compilation")
+@pytest.mark.parametrize("of", ["rows", "parameters"])
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("asks", [True, False], ids=["asks", "does not ask"])
+def test_a_rule_gets_no_cotangent_that_jax_knows_to_be_zero(asks, reader, of):
+    solve = solver(asks)
+
+    def loss(p, x):
+        def run(h):
+            return READERS[reader](*solve(p["s"][0], h))
+
+        w = p["w"][0]
+        return jnp.mean((run(x @ w) if of == "rows" else x @ run(w)) ** 2)
+
+    with jax.enable_x64(True):
+        assert error(loss, K, *arguments(), accumulator_dtype="float64") < BOUND
+        assert ga.batch_dependencies(loss, K)(*arguments()).whole == []
 
 
 NAMES = "layers, of both", "layers, two levels and a maximum", "layers, a clipped norm"
