@@ -305,16 +305,20 @@ def undivided(call: Call) -> Pair:
 
 
 def _in_one(call: Call, error: Exception) -> Pair:
-    """Warns that the program cannot be divided, and why; then as `undivided`."""
+    """As `undivided`; and warns that the program cannot be divided, and why.
+
+    What JAX cannot differentiate either raises first, as it is.
+    """
     if call.devices.bound:
         raise error
+    out = undivided(call)
     why = " ".join([str(error).split("\n")[0], *getattr(error, "__notes__", ())])
     warn(
         "The gradient is computed of all rows at once, in the memory that this takes, "
         f"because ga_optax with jax {jax.__version__} cannot divide the program: "
         f"{type(error).__name__}: {why} The result is right."
     )
-    return undivided(call)
+    return out
 
 
 def _check_options(micro_batch: MicroBatch) -> None:

@@ -99,7 +99,10 @@ def _kept(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
     vs, n = _of_no_level(vs), e.params["num_consts"]
     function = nested.inner(w, read.inner(e)[0], vs)
     moving = [is_inexact(v.aval) for v in vs[n:]]
-    jvp, results_move = _rule_of(e, moving)
+    try:
+        jvp, results_move = _rule_of(e, moving)
+    except Exception as error:  # of the rule: JAX raises it, too, if it differentiates
+        return _underived(w, function, vs, error)
     calls, jvp = _without_call(jvp, e)
     tangents = [_of_layout(v.aval, v.layout) for v in compress(vs[n:], moving)]
     results = map(_of_layout, types_of(e), function.layouts) if calls else ()
@@ -125,6 +128,20 @@ def _kept(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
     programs = Same(function.closed), Same(rule.closed)
     call = w.once(("custom_jvp", *programs, calls, n, *moving, *results_move), make)
     out = call(nested.index_for(w, function, rule), *(v.x for v in vs))
+    return list(zip(out, function.layouts, strict=True))
+
+
+def _underived(
+    w: Writer, function: nested.Inner, vs: list[Value], error: Exception
+) -> list[Result]:
+    """The results of a function whose rule fails, as for integers in some of JAX's."""
+    call = jax.custom_jvp(lambda index, *xs: tuple(function(index, xs)))
+
+    @call.defjvp
+    def _(primals: Any, dots: Any) -> Any:
+        raise error
+
+    out = call(nested.index_for(w, function), *(v.x for v in vs))
     return list(zip(out, function.layouts, strict=True))
 
 
