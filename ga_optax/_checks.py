@@ -276,9 +276,24 @@ def check_gradients(
             )
 
 
+def check_numbers(tree: Any, name: str, todo: str) -> None:
+    """Raises unless all leaves of a tree are numbers, or bool."""
+    for leaf, x in named_leaves(tree):
+        dtype = jax.dtypes.result_type(x)
+        if not (is_real(dtype) or jnp.issubdtype(dtype, jnp.complexfloating)):
+            raise TypeError(
+                f"{leaf} of {name} must be numbers, but it has dtype {dtype}. {todo}"
+            )
+
+
 def is_integer(dtype: np.dtype) -> bool:
     """True for integer dtypes and bool."""
     return jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_
+
+
+def is_real(dtype: Any) -> bool:
+    """True for the dtypes of real numbers, and bool: not for keys, nor for float0."""
+    return jnp.issubdtype(dtype, jnp.floating) or is_integer(dtype)
 
 
 def nodes_of(kind: type, tree: Any) -> dict[str, Any]:

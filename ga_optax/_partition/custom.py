@@ -47,11 +47,8 @@ def custom_jvp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         return w.all_whole(e, vs)
     if w.scope.in_rule or not any(_moving(e, vs)):
         return nested.inlined(w, program, vs)
-    try:
-        with w.may_fail(e, last=False) as out:
-            out += _kept(w.within(forbids_collectives=True), e, vs)
-    except Exception as error:
-        return _as_it_raises(w, e, vs, error)
+    with w.may_fail(e, last=False) as out:
+        out += _kept(w.within(forbids_collectives=True), e, vs)
     if not out and not w.scope.forbids_collectives and is_of_jax(e, "_softmax"):
         # Its rule only saves time. Others are not the derivative of their program.
         return nested.inlined(w, program, vs)
@@ -134,7 +131,10 @@ def _kept(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
     vs, n = _of_no_level(vs), e.params["num_consts"]
     function = nested.inner(w, read.inner(e)[0], vs)
     moving = _moving(e, vs)
-    jvp, results_move = _rule_of(e, moving)
+    try:
+        jvp, results_move = _rule_of(e, moving)
+    except Exception as error:  # of the rule: JAX raises it, too, if it differentiates
+        return _underived(w, function, vs, error)
     calls, jvp = _without_call(jvp, e)
     tangents = [_of_layout(v.aval, v.layout) for v in compress(vs[n:], moving)]
     results = map(_of_layout, types_of(e), function.layouts) if calls else ()
@@ -167,6 +167,20 @@ def _moving(e: core.JaxprEqn, vs: list[Value]) -> list[bool]:
     """True for each argument of a `jax.custom_jvp` of which the rule gets a tangent."""
     its, asks = vs[e.params["num_consts"] :], e.params["symbolic_zeros"]
     return [is_inexact(v.aval) and (v.smooth or not asks) for v in its]
+
+
+def _underived(
+    w: Writer, function: nested.Inner, vs: list[Value], error: Exception
+) -> list[Result]:
+    """The results of a function whose rule fails, as for integers in some of JAX's."""
+    call = jax.custom_jvp(lambda index, *xs: tuple(function(index, xs)))
+
+    @call.defjvp
+    def _(primals: Any, dots: Any) -> Any:
+        raise error
+
+    out = call(nested.index_for(w, function), *(v.x for v in vs))
+    return list(zip(out, function.layouts, strict=True))
 
 
 def _rule_of(e: core.JaxprEqn, moving: list[bool]) -> tuple[read.Program, list[bool]]:

@@ -280,17 +280,24 @@ def linear_solve(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     def part(program: Any, number: int) -> Any:
         given = list(itertools.islice(rest, number))
         if program is None:
-            return None
+            return None, []
         xs, its = [v.x for v in given], read.Program(program.jaxpr, program.consts)
-        run = inner(w.within(forbids_collectives=True), its, [*given, *sides], due)
-        return lambda *b: run(w.index, [*xs, *b[-1]])
+        aux = [None] * (len(its.jaxpr.outvars) - len(due))
+        where = w.within(forbids_collectives=True)
+        run = inner(where, its, [*given, *sides], [*due, *aux])
 
-    matvec, _, solve, transposed = map(part, programs, lengths)
-    symmetric = programs[1] is programs[0]
+        def call(*b: Any) -> Any:
+            out = run(w.index, [*xs, *b[-1]])
+            return (out[: len(due)], out[len(due) :]) if aux else out
+
+        return call, run.layouts
+
+    (matvec, _), _, (solve, layouts), (transposed, _) = map(part, programs, lengths)
+    symmetric, has_aux = programs[1] is programs[0], len(layouts) > len(due)
     out = jax.lax.custom_linear_solve(
-        matvec, [v.x for v in sides], solve, transposed, symmetric
+        matvec, [v.x for v in sides], solve, transposed, symmetric, has_aux=has_aux
     )
-    return list(zip(out, due, strict=True))
+    return list(zip(jax.tree.leaves(out), layouts, strict=True))
 
 
 def _sides(w: Writer, v: Value, matrices: list[Value]) -> Value:

@@ -157,11 +157,12 @@ def is_threefry(aval: Any) -> bool:
     return str(aval).startswith("key<fry>")
 
 
-def _of_keys(e: core.JaxprEqn) -> Dims:
-    ins = [range(_rank(e, i)) for i in range(len(e.invars))]
-    of_keys = range(max(map(len, ins)) if is_threefry(e.invars[0].aval) else 0)
-    drawn = [None] * (len(_shape(e.outvars[0])) - len(of_keys))
-    return ins, [[*of_keys, *drawn]]
+def _of_keys(e: core.JaxprEqn) -> str:
+    """Dimensions of keys, which may be broadcast, before those of what is drawn."""
+    drawn = len(_shape(e.outvars[0]))
+    if is_threefry(e.invars[0].aval):
+        drawn -= max(_rank(e, i) for i in range(len(e.invars)))
+    return "..." + " _" * drawn
 
 
 def _of_windows(e: core.JaxprEqn) -> Dims:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ga_optax._checks import named_leaves
+from ga_optax._checks import is_real, named_leaves
 from ga_optax._passes import read
 from ga_optax._text import unfold
 from ga_optax._verify.gradients import Comparison, Problem, Trained, comparing, norm
@@ -175,7 +175,7 @@ def _code_that_counts(problem: Problem, share: np.ndarray) -> str | None:
     """An expression in `batch`, a micro-batch, with these shares, if there is one."""
     paths = (path for path, _ in jax.tree.leaves_with_path(problem.batch))
     for path, leaf, axis in zip(paths, problem.parts(), problem.axes, strict=True):
-        if axis is None or not jnp.isdtype(leaf.dtype, ("bool", "numeric")):
+        if axis is None or not is_real(leaf.dtype):
             continue
         name, x = f"batch{jax.tree_util.keystr(path)}", np.asarray(leaf, np.float64)
         views = {name: x}

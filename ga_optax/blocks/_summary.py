@@ -44,8 +44,12 @@ def norms(partition: Partition, tree: Any) -> jax.Array:
 
     Raises:
       ValueError: if the tree does not fit the partition; the message names the leaf.
+      TypeError: if a leaf is no array of numbers.
     """
-    return _norms(partition, leaves_of(partition, tree))
+    leaves = leaves_of(partition, tree)
+    todo = "Leave keys, and gradients of integers, out of the tree."
+    _checks.check_numbers(tree, "the tree", todo)
+    return _norms(partition, leaves)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -177,7 +181,9 @@ def report(
     """
     wide = _checks.check_dtype(dtype)
     blocks = params if isinstance(params, Partition) else partition(params, 1)
-    dtypes = [accumulator_dtype(np.empty((), dtype), wide) for dtype in blocks.dtypes]
+    dtypes = [
+        accumulator_dtype(jax.ShapeDtypeStruct((), x), wide) for x in blocks.dtypes
+    ]
     rows = []
     for block in blocks.blocks:
         pairs = zip(block.shapes, block.leaves, strict=True)

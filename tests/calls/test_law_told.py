@@ -13,6 +13,7 @@ from corpus.harness import with_rules
 from corpus.losses import LOSSES
 from helpers import failing, mesh_of, off, put
 from index import TESTS
+from jax.scipy.special import xlogy
 from jax.sharding import PartitionSpec
 
 import ga_optax as ga
@@ -455,3 +456,22 @@ def test_what_all_rows_cannot_do_either_is_an_error_without_a_warning():
                 run()
 
     assert warned(call) == []
+
+
+@pytest.mark.quick
+def test_a_rule_that_fails_by_itself_raises_as_for_jax_and_only_if_it_is_needed(
+    monkeypatch,
+):
+    """`xlogy` of integers has a value, and no derivative."""
+    monkeypatch.setattr(notes, "_failed", set())
+
+    def fun(w, x):
+        return jnp.mean(xlogy(jnp.int32(x > 0), x**2 + w**2))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert off(ga.microbatch(fun, K)(W[0], X), fun(W[0], X)) < 1e-6
+        assert not found(fun, W[0], X).whole
+        for gradient in (jax.value_and_grad(fun), ga.value_and_grad(fun, K)):
+            with pytest.raises(TypeError, match="float0"):
+                gradient(W[0], X)

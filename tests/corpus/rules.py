@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from corpus.steps import doubled
-from helpers import with_rule
+from helpers import on_cpus, with_rule
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -227,6 +227,18 @@ def twice(ids):
     return jnp.stack([ids, 3 * ids % 5], 1).reshape(-1)
 
 
+# Several rows write one place. Which one stays JAX leaves open; on CPUs it is the last.
+LAST = [
+    "w.at[ids].set(h)",
+    "jnp.zeros((3, D)).at[ids].set(h, mode='drop')",
+    "jnp.zeros((3, D)).at[ids].set(h, mode='clip')",
+    "w.at[ids - 2].set(h)",
+    "w.at[1, ids].set(h[:, 0])",
+    "w.at[jnp.stack([ids, ids + 1], 1)].set(jnp.stack([h, 2 * h], 1))",
+    "jnp.full(D, 3).at[ids].set(counts(h))",
+    "jnp.zeros(D, bool).at[ids].set(h[:, 0] > 0)",
+]
+
 INDEXING = {
     "gather": [
         "h[jnp.repeat(counts(h), 2), twice(ids)]",
@@ -250,16 +262,9 @@ INDEXING = {
         "h.at[2].set(7.0)",
         "h.at[jnp.array([1, -1])].set(w[:2])",
         "jnp.put_along_axis(h, ids[:, None], 9.0, 1, inplace=False)",
-        "w.at[ids].set(h)",
-        "jnp.zeros((3, D)).at[ids].set(h, mode='drop')",
-        "jnp.zeros((3, D)).at[ids].set(h, mode='clip')",
-        "w.at[ids - 2].set(h)",
-        "w.at[1, ids].set(h[:, 0])",
-        "w.at[jnp.stack([ids, ids + 1], 1)].set(jnp.stack([h, 2 * h], 1))",
         "jnp.zeros((D, len(h), D)).at[ids, counts(h)].set(h, unique_indices=True)",
         "jnp.ones((D, len(h), D)).at[ids, counts(h)].set(h, unique_indices=True)",
-        "jnp.full(D, 3).at[ids].set(counts(h))",
-        "jnp.zeros(D, bool).at[ids].set(h[:, 0] > 0)",
+        *(LAST if on_cpus() else []),
     ],
     "scatter-add": [
         "w.at[ids].add(h)",
@@ -301,6 +306,7 @@ RANDOMS = {
     "random_fold_in": [
         "jax.random.key_data(folded(keys(ids), ids * 3))",
         "jax.random.key_data(folded(jax.random.key(0), ids))",
+        "jax.random.key_data(jax.vmap(lambda k: folded(k, ids[:3]))(keys(ids)))",
     ],
 }
 
@@ -321,6 +327,11 @@ def straight(h):
 @straight.defjvp
 def _(primals, tangents):
     return straight(*primals), 0.5 * tangents[0]
+
+
+def over(d):
+    """Solves for `x * d`; and returns what belongs to each row, to all, and to none."""
+    return lambda _, b: (b / d, (b.sum(-1), b.sum(), d))
 
 
 clipped = with_rule(jnp.sin, lambda h, ct: (jnp.clip(ct, -0.2, 0.2) * h[0],))
@@ -398,6 +409,9 @@ NESTED = {
     "custom_linear_solve": [
         lambda h, w, ids: lax.custom_linear_solve(
             lambda x: x * (1 + counts(x)[:, None]), h, lambda _, b: numbered(b)
+        ),
+        lambda h, w, ids: lax.custom_linear_solve(
+            lambda x: x * w[0], h, over(w[0]), over(w[0]), has_aux=True
         ),
         "jnp.linalg.solve(matrices(h), h[..., :3, None])",
     ],
