@@ -30,6 +30,7 @@ from ga_optax._checks import (
     check_arrays,
     check_gradients,
     check_no_types,
+    check_on_device,
     named_leaves,
 )
 from ga_optax._checks import is_key as is_one_key
@@ -221,6 +222,7 @@ def _check_continues(call: Call, acc: Any) -> None:
             "parameters once before the window, and pass a name alone."
         )
     check_gradients(acc.total, call.params, name="the parameters", expected="acc.total")
+    check_on_device("acc.total", acc.total)
     for name, _ in named_leaves(call.params):
         if _REPLACED in name:
             raise ValueError(
