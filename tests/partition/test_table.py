@@ -73,6 +73,13 @@ def of_each_key(keys, kept):
     return lambda test: pytest.mark.grid(1, kept)(mark(test))
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("case", CASES["while"][3:])
+def test_each_row_has_a_loop_of_its_own_if_carries_start_from_constants(case):
+    _, part = partitioned(seen(case, "as they are"), arguments())
+    assert part.whole == part.failures == []
+
+
 def test_every_primitive_of_the_table_has_a_case():
     sums = {x for x, row in TABLE.items() if row.sums or row.each}
     keys = {*RULES.known, *RULES.nested, *(f"linear {name}" for name in sums)}
