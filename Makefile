@@ -12,7 +12,7 @@ WORKERS ?= 2
 # `make pytest PYTEST=tests/docs MARKED=` runs what is published or exhaustive as well.
 MARKED = -m "not published and not exhaustive"
 
-.PHONY: accelerators bench bench-gpu demo docs quick test test-all lint types pytest printed \
+.PHONY: accelerators between bench bench-gpu demo docs quick quick-gpu test test-all lint types pytest printed \
   fuzz next oldest release-check
 
 # Only the files with such tests are imported, which takes most of the time otherwise.
@@ -48,6 +48,12 @@ bench-gpu: GPU ?= cuda13
 bench-gpu: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --editable ".[$(GPU)]"
 	$(BIN)/python benchmarks/gpu.py $(if $(OUT),--out $(OUT))
+# The quick tests there, in one process for each worker of the GPU's memory.
+quick-gpu: GPU ?= cuda13
+quick-gpu: export XLA_PYTHON_CLIENT_PREALLOCATE = false
+quick-gpu: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --editable ".[$(GPU)]"
+	$(MAKE) quick
 # Installs it into empty environments of this Python and of the oldest that it is for.
 release-check: PYTHON_OLDEST ?= $(shell command -v python3.11 || command -v python3)
 release-check: $(VENV)/ready
@@ -62,6 +68,14 @@ oldest:
 	.venv-oldest/bin/python -m pytest -n $(WORKERS) -W default -m quick \
 	  -W "error:The gradient is computed of all rows" \
 	  tests/calls/test_law.py tests/calls/test_law_told.py tests/calls/test_microbatch.py tests/partition/test_rowwise.py
+# With the jax between the oldest and the newest, which needs Python 3.12 or newer: here a
+# rule that fails, and rows that are computed whole for it, are errors as everywhere.
+between:
+	$(MAKE) VENV=.venv-between .venv-between/ready
+	.venv-between/bin/python -m pip install --quiet --upgrade "jax==0.11.*" "jaxlib==0.11.*"
+	$(MAKE) VENV=.venv-between quick
+	$(MAKE) VENV=.venv-between pytest MARKED="-q -k right_with_its_rule" \
+	  PYTEST=tests/partition/test_table.py
 # The newest pre-release of jax that the package index has.
 next:
 	$(MAKE) VENV=.venv-next .venv-next/ready

@@ -259,7 +259,7 @@ def _(primals: tuple[jax.Array, jax.Array], tangents: tuple[Any, Any]) -> Any:
     return average(total, weight), d_mean.astype(total.dtype)
 
 
-def accumulator_dtype(leaf: ArrayLike, dtype: np.dtype | None) -> np.dtype:
+def accumulator_dtype(leaf: Any, dtype: np.dtype | None) -> np.dtype:
     """The dtype in which gradients of `leaf` accumulate; see `init` for the rule."""
     leaf_dtype = jnp.result_type(leaf)
     if dtype is None:

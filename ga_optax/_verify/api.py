@@ -173,7 +173,8 @@ def _axes(batch: Any, batch_axes: Any) -> tuple[int | None, ...]:
 def _placed(x: ArrayLike) -> jax.Array:
     """An array with the same sharding, of which a slice needs no `out_sharding`."""
     x = jnp.asarray(x)
-    if isinstance(getattr(x, "sharding", None), NamedSharding):  # float0 has none
-        mesh = Mesh(x.sharding.mesh.devices, x.sharding.mesh.axis_names)
-        x = jax.device_put(x, x.sharding.update(mesh=mesh))
+    sharding = getattr(x, "sharding", None)  # float0 has none
+    if isinstance(sharding, NamedSharding):
+        mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
+        x = jax.device_put(x, sharding.update(mesh=mesh))
     return x

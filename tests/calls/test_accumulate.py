@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import in_calls, integers, mean_of, ruled
+from helpers import assert_quotients, in_calls, integers, mean_of, ruled
 from jax.custom_derivatives import linear_call
 from test_microbatch import MODELS, OPTIMIZE, WIDTH, _layer, _normal, make_batch
 
@@ -250,17 +250,25 @@ def test_aux_is_put_together_as_asked_leaf_by_leaf(weight_fn):
         # The terms are halves of integers: their sum is exact, its quotient rounded.
         return np.float32(np.sum(weights * terms) / np.sum(weights))
 
-    assert value == mean([(m @ w).mean() for m in micro])
-    assert_same_bits(grad, np.stack([mean(g) for g in micro.mean(1).T]))
+    quotients = value, grad, aux.pop("positive"), aux["parts"][0]
+    of_parts = mean([m.sum() for m in micro])
+    assert_quotients(
+        quotients,
+        (
+            mean([(m @ w).mean() for m in micro]),
+            np.stack([mean(g) for g in micro.mean(1).T]),
+            mean([positive(m) for m in micro]),
+            of_parts,
+        ),
+    )
     due = {
         "rows": np.int32(8),
-        "positive": mean([positive(m) for m in micro]),
         "any": np.int32(sum((m > 2).any() for m in micro)),
         "top": micro[3].max(),
-        "parts": (mean([m.sum() for m in micro]), micro[:, 0].astype(jnp.bfloat16)),
+        "parts": (aux["parts"][0], micro[:, 0].astype(jnp.bfloat16)),
     }
     assert_same_bits(aux, due)
-    assert due["parts"][0] != micro[3].sum()  # the twin: the last is not the mean
+    assert of_parts != micro[3].sum()  # the twin: the last is not the mean
     prefix = modes | {"parts": "mean"}
     parts = mean_of(with_aux, 4, aux=prefix, **options)(w, x)[0][1]["parts"]
     assert (parts[1].dtype, parts[1].shape) == (jnp.bfloat16, (WIDTH,))
