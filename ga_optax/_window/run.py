@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
 from ga_optax._loop import run as loop
 from ga_optax._loop.folds import of_last_device
@@ -27,7 +28,7 @@ from ga_optax._window.backward import Wanted
 from ga_optax._window.evaluation import Arrays, Buffers, Evaluation, MeetingLoss
 from ga_optax._window.report import report
 from ga_optax._window.schedule import Level, Schedule
-from ga_optax._window.shared import share
+from ga_optax._window.shared import has_much, share
 
 
 def prepared(
@@ -42,13 +43,30 @@ def prepared(
     return values
 
 
+def shares(jaxpr: core.Jaxpr, operands: Operands) -> bool:
+    """True if much of the work of a micro-batch's program needs no rows."""
+    return has_much(jaxpr, jaxpr.invars[len(jaxpr.invars) - len(operands.batch) :])
+
+
+def is_small(values: Evaluation) -> bool:
+    """True if what the plan stores has the room that residuals have."""
+    jaxpr, buffers = values.program.jaxpr, values.schedule.buffers
+    stored = sum(b.nbytes + b.of_cotangent for b in buffers)
+    limit = values.residual_bytes
+    if limit is None:
+        of_step = cost.of_a_step(jaxpr, jaxpr.invars[: len(values.of_params)])
+        limit = max(of_step, room.LITTLE)
+    return 0 < stored <= limit
+
+
 def run(values: Evaluation) -> Outcome:
     """The results of a window, the loss first, and the sums of the gradients.
 
     Logs the report of the window; warns if equations run more often than they should.
     """
     schedule, operands, axes = values.schedule, values.operands, values.axes
-    report(schedule, values.residual_bytes is None)
+    if any(b.kind != "shared" for b in schedule.buffers):
+        report(schedule, values.residual_bytes is None)
     goes_back = any(b.has_cotangent for b in schedule.buffers)
     buffers = values.arguments()
     for level in range(schedule.end):
