@@ -191,6 +191,15 @@ FAULTS = """
 @ _window/room.py: test_law_costs
 * nothing is dropped between levels
 + def _segments(...): return ()
+@ _window/run.py: test_law_costs
+* products that need no rows run in each micro-batch
++ def shares(...): return False
+* what needs no rows is stored, however many bytes it takes
++ def is_small(...): return True
+@ _partition/nested.py: test_law_costs
+* branches of which rows read a sum run in each micro-batch
+- if is_summed_first(w, e, operands):
++ if False:
 @ _window/shared.py: test_law_costs
 * weights that a checkpoint casts are of rows, with all that reads them
 + def _apart(...): return [given[0]]
@@ -212,7 +221,7 @@ FAULTS = """
 + rounds = True
 @ _partition/linear.py: test_law_costs
 * a sum waits for a product with what all micro-batches share
-+ def _is_summed_first(...): return False
++ def is_summed_first(...): return False
 * no product with what all micro-batches share runs with the rows
 + def _work_before(...): return 0.0, 0.0
 @ _partition/divided.py: test_anywhere

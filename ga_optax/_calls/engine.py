@@ -252,12 +252,18 @@ def rewrite(micro_batch: MicroBatch) -> Rewritten:
 
 
 def schedule(rewritten: Rewritten) -> Scheduled:
-    """Plans the levels of a loss whose rows meet; any other loss is one loop."""
+    """Plans the levels of a loss whose rows meet, or do work that all rows share.
+
+    Any other loss is one loop.
+    """
     (call, *_, part, _), program, operands, context = rewritten
-    if not part.meets:
+    may_share = call.options.optimize and not call.devices.bound
+    if not part.meets and not (may_share and window.shares(program.jaxpr, operands)):
         return Scheduled(rewritten, None)
     loss, room = MeetingLoss(program, rows.AXIS, call.size), call.options.residual_bytes
-    return Scheduled(rewritten, window.prepared(loss, operands, context, room))
+    plan = window.prepared(loss, operands, context, room)
+    fits = part.meets or window.is_small(plan)
+    return Scheduled(rewritten, plan if fits else None)
 
 
 def told(scheduled: Scheduled) -> Scheduled:
@@ -270,7 +276,7 @@ def told(scheduled: Scheduled) -> Scheduled:
     if call.sees is not None:
         call.sees(scheduled)
         _check_options(micro_batch)
-    elif plan is not None:
+    elif plan is not None and micro_batch.part.meets:
         report(plan.schedule, call.options.residual_bytes is None)
     return scheduled
 

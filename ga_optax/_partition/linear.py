@@ -41,7 +41,7 @@ def linear(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:
         return None if rounds else [(vs[0].x, PARTIAL)]
     if name == "gather" and e.params["fill_value"]:
         return None  # it is added once, and not by each micro-batch
-    if any(_is_late(v, vs) for v in vs) or _is_summed_first(w, e, vs):
+    if any(_is_late(v, vs) for v in vs) or is_summed_first(w, e, vs):
         return None
     if name == "optimization_barrier":
         return shapes.barrier(w, e, vs)
@@ -69,7 +69,7 @@ def _is_late(v: Value, vs: list[Value]) -> bool:
     return v.is_partial and any(other.level > v.level for other in vs)
 
 
-def _is_summed_first(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> bool:
+def is_summed_first(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> bool:
     """True if an equation costs more than the sums of its operands: they come first.
 
     Otherwise each micro-batch runs the equation, forward and, for each of two operands,

@@ -17,6 +17,7 @@ import numpy as np
 from jax.extend import core
 
 from ga_optax._partition import labels
+from ga_optax._partition.linear import is_summed_first
 from ga_optax._partition.values import (
     PARTIAL,
     Layout,
@@ -195,6 +196,8 @@ def cond(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     which, *operands = vs
     if branch := _chosen(e, which.made and which.made[0]):
         return inlined(w, branch, operands)
+    if is_summed_first(w, e, operands):
+        operands = w.summed(operands)
     choice = w.whole(which)
     branches = read.inner(e)
     here, notes = w.within(forbids_collectives=True), w.records.notes

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
 from ga_optax._loop import run as loop
 from ga_optax._loop.folds import of_last_device
@@ -27,7 +28,7 @@ from ga_optax._window.backward import Wanted
 from ga_optax._window.evaluation import Arrays, Buffers, Evaluation, MeetingLoss
 from ga_optax._window.runs import stages
 from ga_optax._window.schedule import Level, Schedule
-from ga_optax._window.shared import share
+from ga_optax._window.shared import has_much, share
 
 
 def prepared(
@@ -40,6 +41,22 @@ def prepared(
     values = Evaluation(loss, operands, devices, residual_bytes)
     values.schedule = _planned(values)
     return values
+
+
+def shares(jaxpr: core.Jaxpr, operands: Operands) -> bool:
+    """True if much of the work of a micro-batch's program needs no rows."""
+    return has_much(jaxpr, jaxpr.invars[len(jaxpr.invars) - len(operands.batch) :])
+
+
+def is_small(values: Evaluation) -> bool:
+    """True if what the plan stores has the room that residuals have."""
+    jaxpr, buffers = values.program.jaxpr, values.schedule.buffers
+    stored = sum(b.nbytes + b.of_cotangent for b in buffers)
+    limit = values.residual_bytes
+    if limit is None:
+        of_step = cost.of_a_step(jaxpr, jaxpr.invars[: len(values.of_params)])
+        limit = max(of_step, room.LITTLE)
+    return 0 < stored <= limit
 
 
 def run(values: Evaluation) -> Outcome:

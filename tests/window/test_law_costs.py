@@ -34,6 +34,7 @@ pytestmark = [
 
 
 [compare] = of_benchmarks("compare")
+LOW = jnp.bfloat16
 
 
 def passes(found):
@@ -218,6 +219,86 @@ def test_a_product_behind_a_sum_is_computed_once(case):
     assert said(fun, 8, args) == due
 
 
+def penalty(w, x):
+    return jnp.mean(jnp.tanh(x @ w) ** 2) + jnp.sum((w @ w.T - jnp.eye(len(w))) ** 2)
+
+
+def of_power(w, x, root=lambda x: x, wrap=lambda f: f):
+    layer = wrap(lambda w, x: jnp.tanh(x @ (w @ w @ w)))
+    return root(jnp.mean(layer(w, x) ** 2))
+
+
+def of_branches(w, x):
+    """The branches read a sum over rows."""
+    of = [lambda g: g @ w @ w, lambda g: g]
+    return jnp.mean((x @ jax.lax.cond(w[0, 0] > 0, *of, x.T @ jnp.tanh(x @ w))) ** 2)
+
+
+ALONE = {  # a loss with products that read no rows
+    "a penalty": penalty,
+    "a power": of_power,
+    "in a checkpoint": functools.partial(of_power, wrap=jax.checkpoint),
+    "where rows meet": functools.partial(of_power, root=jnp.sqrt),
+    "in branches": of_branches,
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", ALONE)
+def test_a_product_without_rows_is_computed_once(case):
+    args = array(32, 32, scale=0.2), array(128, 32)
+    ours, undivided = ga.value_and_grad(ALONE[case], 8), jax.value_and_grad(ALONE[case])
+    due, _ = compare.operations(undivided, *args)
+    assert 0.9 * due <= compare.operations(ours, *args)[0] <= 1.5 * due
+    # float32, and 128 rows of 32 terms in up to six products.
+    assert apart(jax.jit(ours), undivided, *args) < 1e-4
+    # The twin: a plain scan computes it in each micro-batch.
+    plain = ga.value_and_grad(ALONE[case], 8, optimize=False)
+    meets = case in ("where rows meet", "in branches")
+    assert meets or compare.operations(plain, *args)[0] > 2 * due
+
+
+def test_products_without_rows_are_computed_again_if_they_take_more_than_a_step():
+    """As in the checkpoint of each layer, which keeps none of them."""
+
+    def merged(layers, x):
+        layer = jax.checkpoint(lambda x, w: jnp.tanh(x @ (w @ w)))
+        return jnp.mean(functools.reduce(layer, layers, x) ** 2)
+
+    args = [array(256, 256, scale=0.1, seed=i) for i in range(4)], array(16, 256)
+    assert ga.batch_dependencies(merged, 8)(*args).kept_bytes == 0
+    # The twin: there is room.
+    much = ga.batch_dependencies(merged, 8, residual_bytes=2**21)(*args)
+    assert much.kept_bytes == 4 * 256 * 256 * 4
+
+
+# Both softmaxes of a contrastive loss need pairs: once for each row, and once for each
+# column, of which a micro-batch has its own.
+MORE = {"clip": 2.0}
+OF_FLOAT32 = ("nested", "decoder")  # constants in their bodies have this dtype
+CASES = dict(compare.cases())
+PROMISED = [
+    pytest.param(name, low)
+    for name in CASES
+    for low in (False, True)
+    if not low or not any(x in name for x in OF_FLOAT32)
+]
+
+
+@pytest.mark.grid(12, 40)
+@pytest.mark.parametrize(("name", "low"), PROMISED)
+def test_no_loss_takes_more_than_one_and_a_half_times_its_products(name, low):
+    case = CASES[name]
+    now = compare.in_dtype(case, LOW) if low else case
+    found, (fun, *args) = compare.counted(now), now
+    undivided, _ = compare.operations(jax.value_and_grad(fun), *args)
+    assert found["products"] <= MORE.get(name, 1.5) * undivided
+    assert name not in MORE or found["products"] > 1.5 * undivided
+    if low:  # no more of anything than in float32, but for a few numbers that are kept
+        wide = compare.counted(case) | {"kept": max(512, compare.counted(case)["kept"])}
+        assert all(found[figure] <= wide[figure] for figure in found)
+
+
 def test_what_needs_no_rows_is_computed_once_after_the_loop():
     def times(jaxpr):
         found = 0
@@ -241,7 +322,6 @@ def test_what_needs_no_rows_is_computed_once_after_the_loop():
 
 
 WIDTH, DEPTH, ROWS, K = 64, 3, 128, 4
-LOW = jnp.bfloat16
 
 
 def layer(h, w):
