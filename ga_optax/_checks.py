@@ -266,6 +266,21 @@ def check_gradients(
             )
 
 
+def on_host(x: Any) -> bool:
+    """True if an array lies in the host's memory, by its type."""
+    return jax.typeof(x).memory_space == jax.memory.Space.Host
+
+
+def check_on_device(name: str, tree: Any) -> None:
+    """Raises if a leaf lies in the host's memory, where JAX adds nothing up."""
+    for leaf, x in named_leaves(tree):
+        if on_host(x):
+            raise ValueError(
+                f"{name} must lie in the memory of the device, but {leaf} lies in that "
+                "of the host. Pass jax.device_put(leaf, jax.memory.Space.Device)."
+            )
+
+
 def is_integer(dtype: np.dtype) -> bool:
     """True for integer dtypes and bool."""
     return jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_

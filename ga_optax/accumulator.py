@@ -31,8 +31,10 @@ from ga_optax._checks import (
     check_arrays,
     check_dtype,
     check_gradients,
+    check_on_device,
     check_type,
     check_weight,
+    on_host,
 )
 
 __all__ = ["Accumulator", "add", "init", "mean", "merge"]
@@ -74,16 +76,22 @@ def init(params: optax.Params, dtype: DTypeLike | None = jnp.float32) -> Accumul
         leaves always a floating dtype.
 
     Returns:
-      An `Accumulator` of zeros, one buffer with the size and the sharding of `params`.
+      An `Accumulator` of zeros, one buffer with the size and the sharding of `params`,
+      in the memory of the device.
 
     Raises:
       TypeError: if a leaf of `params` is no array, or `dtype` is not floating.
     """
     dtype = check_dtype(dtype)
     check_arrays("params", params)
-    total = jax.tree.map(
-        lambda p: jnp.zeros_like(p, dtype=accumulator_dtype(p, dtype)), params
-    )
+
+    def zeros(p: Any) -> jax.Array:
+        where = None
+        if on_host(p) and not isinstance(p, jax.core.Tracer):
+            where = p.sharding.with_memory_kind("device")
+        return jnp.zeros_like(p, dtype=accumulator_dtype(p, dtype), device=where)
+
+    total = jax.tree.map(zeros, params)
     return Accumulator(total, jnp.zeros([], float), jnp.zeros([], jnp.int32))
 
 
@@ -146,6 +154,8 @@ def add(
     """
     _check("acc", acc)
     check_gradients(acc.total, grads)
+    check_on_device("acc.total", acc.total)
+    check_on_device("grads", grads)
     empty = acc.count == 0
     totals, structure = jax.tree.flatten(acc.total)
     totals = [cleared(t, empty) for t in totals]

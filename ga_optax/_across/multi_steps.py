@@ -43,7 +43,7 @@ from ga_optax._across.state import (
     state_type,
     warn_of_counts,
 )
-from ga_optax._checks import check_dtype, check_gradients
+from ga_optax._checks import check_dtype, check_gradients, check_on_device
 from ga_optax._devices import meshes
 from ga_optax._text import listed
 
@@ -333,6 +333,8 @@ def apply_gradients(
     check_order(grads=grads, params=params)
     trained = differentiated(params)
     check_gradients(trained, grads, expected="params", integers=True)
+    check_on_device("grads", grads)
+    check_on_device("params", params)
     if isinstance(tx, MultiSteps):
         config = tx._config
         _check_extra_args(config.opt, extra_args)

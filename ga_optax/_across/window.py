@@ -35,6 +35,7 @@ from ga_optax._across.storage import WindowSum
 from ga_optax._checks import (
     check_gradients,
     check_leaves,
+    check_on_device,
     check_structure,
     check_weight,
 )
@@ -117,6 +118,7 @@ def _check(request: Request, acc: WindowSum, emit: Predicate | None) -> None:
         required = acc.total[0]
     if required is not None:
         check_gradients(required, request.gradients)
+        check_on_device("grads", request.gradients)
     if request.weight is not None:
         check_weight(request.weight)
     request.check_params()

@@ -26,7 +26,12 @@ from ga_optax._calls.options import Argument, Options
 from ga_optax._calls.region import WHOLE, ManualAxisError, gradients, over_mesh
 from ga_optax._calls.results import put_together
 from ga_optax._calls.words import explains_keywords, warns_outside_jit
-from ga_optax._checks import check_arrays, check_gradients, named_leaves
+from ga_optax._checks import (
+    check_arrays,
+    check_gradients,
+    check_on_device,
+    named_leaves,
+)
 from ga_optax._checks import is_key as is_one_key
 from ga_optax._devices import meshes
 from ga_optax._devices.data_axis import DataAxis
@@ -215,6 +220,7 @@ def _check_continues(call: Call, acc: Any) -> None:
             "parameters once before the window, and pass a name alone."
         )
     check_gradients(acc.total, call.params, name="the parameters", expected="acc.total")
+    check_on_device("acc.total", acc.total)
     for name, _ in named_leaves(call.params):
         if _REPLACED in name:
             raise ValueError(

@@ -90,6 +90,7 @@ def value_and_grad(
         calls. Page: "Turn rewriting off".
 
     Returns: a function with the result of `jax.value_and_grad(fun, argnums, has_aux)`.
+    Gradients lie in the memory of the device, also of parameters in that of the host.
 
     Raises:
       TypeError, ValueError: if an argument does not fit, before `fun` is traced; if

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ga_optax._checks import check_type, named_leaves
+from ga_optax._checks import check_type, named_leaves, on_host
 from ga_optax._devices import membership, meshes
 from ga_optax._devices.meshes import AnyMesh, Axes, Placement
 from ga_optax.accumulator import Accumulator
@@ -194,6 +194,14 @@ def over_mesh(
 def one_like(x: jax.Array) -> jax.Array:
     """The cotangent 1 of a scalar, which varies over devices as the scalar does."""
     return vary(jnp.ones_like(x), tuple(meshes.varying(x)))
+
+
+def on_device(x: jax.Array) -> jax.Array:
+    """`x` in the memory of the device.
+
+    JAX moves the gradient of what was in the host's memory back to there.
+    """
+    return jax.device_put(x, jax.memory.Space.Device) if on_host(x) else x
 
 
 def zeros(aval: Any) -> jax.Array:

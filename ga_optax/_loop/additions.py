@@ -124,11 +124,12 @@ def choose(
     additions = []
     for i, (total, why) in enumerate(zip(totals, whys, strict=True)):
         aval: Any = program.jaxpr.invars[i].aval
-        bare, returned = program.arrivals[i] is None, aval
+        bare = program.arrivals[i] is None
+        returned = aval.update(memory_space=jax.memory.Space.Device)
         # A sum leaves the backward pass in the dtype of its accumulator, if wider.
         wider = jnp.finfo(total.dtype).bits > jnp.finfo(aval.dtype).bits
         if wider and not bare and not program.multiplies:
-            returned = aval.update(dtype=total.dtype)
+            returned = returned.update(dtype=total.dtype)
         new = Addition(aval, returned, bare, why is None, scattered.get(i))
         additions.append(new)
     return additions
@@ -162,8 +163,7 @@ def add(
         ref_of = dict(zip(refs, slots, strict=True))
         every = [ref_of.get(i, jax.ad.GradValue()) for i in places] if refs else ()
         grads = pull(*every)
-        pairs = [(grads[i], aval.dtype) for i, aval in types.items()]
-        return [g if g.dtype == dtype else g.astype(dtype) for g, dtype in pairs]
+        return [_as_type(grads[i], aval) for i, aval in types.items()]
 
     def backward() -> list[jax.Array]:
         pairs = [(additions[i], ref) for i, ref in refs.items()]
@@ -183,6 +183,12 @@ def add(
         sums = {i: additions[i].add(totals[i], g, step) for i, g in pairs}
     sums |= {i: jax.ref.freeze(ref) for i, ref in refs.items()}
     return [sums[i] for i in places]
+
+
+def _as_type(g: jax.Array, aval: Any) -> jax.Array:
+    """A gradient in the dtype of its addition, in the memory of the device."""
+    g = collectives.on_device(g)
+    return g if g.dtype == aval.dtype else g.astype(aval.dtype)
 
 
 def _unless(

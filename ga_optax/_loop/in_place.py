@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from ga_optax._checks import on_host
 from ga_optax._devices import meshes
 from ga_optax._passes import log, read
 from ga_optax._passes.arrivals import is_cut, use_of
@@ -75,6 +76,8 @@ def reasons(
 def _why_whole(total: jax.Array, param: jax.Array, variable: Any) -> str:
     """The reason why no slices can be added to an accumulator; empty if they can."""
     dtype = total.dtype
+    if on_host(param):
+        return "the parameter lies in the host's memory"
     if jnp.finfo(dtype).bits < jnp.finfo(param.dtype).bits:
         return f"the parameter is {param.dtype}, the accumulator {dtype}"
     # The mesh of the gradient: a program may be written without a mesh.

@@ -168,7 +168,10 @@ def type_here(aval: Any, shape: tuple[int, ...], like: Any) -> Any:
             return of.update(shape=shape, dtype=aval.dtype, weak_type=False)
     sharding = getattr(aval if here is None else here, "sharding", None)
     told = sharding and not sharding.mesh.empty and len(sharding.spec) == len(shape)
-    return jax.ShapeDtypeStruct(shape, aval.dtype, sharding=sharding if told else None)
+    sharding = sharding if told else None
+    if getattr(aval, "memory_space", None) == jax.memory.Space.Host:
+        return aval.update(shape=shape, sharding=sharding, weak_type=False)
+    return jax.ShapeDtypeStruct(shape, aval.dtype, sharding=sharding)
 
 
 def types_of(equation: core.JaxprEqn) -> list[Any]:

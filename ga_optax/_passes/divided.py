@@ -428,7 +428,8 @@ def paired(x: jax.Array, y: jax.Array) -> jax.Array:
 
     `y` may be a Python number, as in `jax.jvp(fun, (x,), (1.0,))`.
     """
-    return jnp.sum(x * jnp.asarray(y).astype(x.dtype)).real.astype(float)
+    x, y = map(collectives.on_device, (x, jnp.asarray(y)))
+    return jnp.sum(x * y.astype(x.dtype)).real.astype(float)
 
 
 def _transposed(

@@ -82,7 +82,7 @@ def of_shared(
         return values.evaluate(way.roots, level, given)
 
     def term(g: jax.Array, old: jax.Array) -> jax.Array:
-        g = g.astype(old.dtype)
+        g = collectives.on_device(g).astype(old.dtype)
         if values.axes and has_rule:  # the gradients are all-reduced later
             is_first = jax.lax.axis_index(values.axes) == 0
             g = jnp.where(is_first, g, jnp.zeros_like(g))

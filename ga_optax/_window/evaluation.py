@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ga_optax import accumulator
+from ga_optax._checks import on_host
 from ga_optax._devices import meshes
 from ga_optax._devices.collectives import vary
 from ga_optax._loop.loss import DeviceContext, LossProgram, Operands
@@ -185,7 +186,8 @@ class Evaluation:
 
 def _has_numbers(x: jax.Array) -> bool:
     """True if one number of an array can be read, without communication."""
-    return bool(is_inexact(x) and x.size and not any(meshes.spec_of_type(x)))
+    is_here = not on_host(x) and not any(meshes.spec_of_type(x))
+    return bool(is_inexact(x) and x.size and is_here)
 
 
 def placed(stack: jax.Array, x: jax.Array, index: jax.Array) -> jax.Array:

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
+from ga_optax._devices import collectives
 from ga_optax._passes import feedback, interpret, known, read, rewrite
 from ga_optax._passes.read import is_variable, variables
 from ga_optax._window import cost, cut
@@ -262,6 +263,8 @@ def _along_axis_0(x: jax.Array) -> list[jax.Array]:
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return list(x)
     # A split, whose gradient is one concatenation, and not a sum of padded slices.
+    # JAX has none for an array in the host's memory of which some parts are not read.
+    x = collectives.on_device(x)
     return [part.squeeze(0) for part in jax.lax.split(x, [1] * len(x))]
 
 

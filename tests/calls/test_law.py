@@ -7,12 +7,15 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from corpus import losses
 from corpus.losses import LOSSES, N
-from helpers import array, bits, leaves_of, mean_of, off, undivided
+from helpers import array, bits, leaves_of, mean_of, mesh_of, off, undivided
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
 from ga_optax._calls import rows as of_rows
@@ -281,3 +284,86 @@ def test_what_the_partitioner_cannot_do_is_computed_of_all_rows_and_said(monkeyp
     with pytest.warns(UserWarning, match="all rows at once"):
         got = jax.grad(squares(ga.microbatch(fun, 4)), argnums)(W, X)
     assert off(got, want) == 0
+
+
+# -- Parameters in the host's memory ---------------------------------------------------
+
+
+def to_device(x):
+    return jax.device_put(x, jax.memory.Space.Device)
+
+
+def by_layer(w, x, move=to_device):
+    layer = jax.checkpoint(lambda h, w: (jnp.tanh(h @ move(w)), None))
+    return jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2)
+
+
+def in_python(w, x, move=to_device):
+    for i in range(len(w)):
+        x = jnp.tanh(x @ move(w[i]))
+    return jnp.mean(x**2)
+
+
+def normed(w, x, move=to_device):
+    def layer(h, w):
+        h = h @ move(w)
+        return h / (1 + h.std(0)), None
+
+    return jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2)
+
+
+MATRICES, INPUTS = array(3, 8, 8), array(16, 8)
+
+
+HOST = {"memory_kind": "pinned_host"}
+
+
+def in_host_memory():
+    return jax.device_put(MATRICES, SingleDeviceSharding(jax.devices()[0], **HOST))
+
+
+@pytest.mark.cpu
+@pytest.mark.grid(4, 9)
+@pytest.mark.parametrize("fun", [by_layer, in_python, normed])
+@pytest.mark.parametrize("way", ["plain", "no passes", "mesh", "each", "microbatch"])
+def test_parameters_may_lie_in_the_memory_of_the_host(fun, way):
+    options = {"optimize": False} if way == "no passes" else {}
+    w, x, make = in_host_memory(), INPUTS, ga.value_and_grad
+    if way in ("mesh", "each"):
+        mesh, spec = mesh_of(), P(None, "data")
+        sync = "each" if way == "each" and fun is not normed else "last"
+        axis = ga.DataAxis("data", mesh=mesh, param_specs=spec, sync=sync)
+        w = jax.device_put(MATRICES, NamedSharding(mesh, spec, **HOST))
+        x = jax.device_put(INPUTS, NamedSharding(mesh, P("data")))
+        options = {"data_axis": axis}
+    elif way == "microbatch":
+        make = lambda fun, k: jax.value_and_grad(ga.microbatch(fun, k))  # noqa: E731
+    value, grads = jax.jit(make(fun, 2, **options))(w, x)
+    # The gradients of a window lie where they were summed; those of JAX where w lies.
+    kind = "pinned_host" if way == "microbatch" else "device"
+    assert grads.sharding.memory_kind == kind
+    want = jax.value_and_grad(lambda w, x: fun(w, x, lambda w: w))(MATRICES, INPUTS)
+    assert_close((value, jax.device_get(grads)), jax.device_get(want), 16, EPS32)
+
+
+@pytest.mark.cpu
+@pytest.mark.quick
+def test_their_sums_lie_on_the_device_or_it_is_an_error():
+    w = in_host_memory()
+    acc = ga.accumulator.init(w)
+    _, acc = jax.jit(ga.accumulate(by_layer, 2))(acc, w, INPUTS)
+    assert acc.total.sharding.memory_kind == "device"
+    want = jax.grad(lambda w, x: by_layer(w, x, lambda w: w))(MATRICES, INPUTS)
+    assert_close(ga.accumulator.mean(acc), want, 16, EPS32)
+
+    grads = jax.grad(by_layer)(w, INPUTS)  # in the host's memory
+    tx = ga.MultiSteps(optax.sgd(1.0), 2)
+    host_acc = acc._replace(total=grads)
+    for wrong in (
+        lambda: ga.accumulate(by_layer, 2)(host_acc, w, INPUTS),
+        lambda: ga.accumulator.add(acc, grads),
+        lambda: tx.update(grads, tx.init(MATRICES), MATRICES),
+        lambda: ga.apply_gradients(tx, want, tx.init(MATRICES), w),
+    ):
+        with pytest.raises(ValueError, match="must lie in the memory of the device"):
+            wrong()
