@@ -194,7 +194,7 @@ def _scattered_own(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         rows = Rows(d)
         due = rows, Rows(0), Rows(batch[0])
         is_split = any(v.layout == its for v, its in zip(vs, due, strict=True))
-        fits = can_split(operand.shape, rows, w.axis.size)
+        fits = can_split(operand.shape, rows, w.axis.parts)
         if is_split and fits and d in numbers.inserted_window_dims:
             like = Value(None, operand.aval, rows)
             own = rows_in_order(w, like, indices, index_map)

@@ -1,5 +1,6 @@
 """The program of a micro-batch, from that of the whole batch."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ class Partitioned(NamedTuple):
         distribution than those of the whole batch.
       promised: equations that are split because of a promise of the user.
       failures: errors of rules; the equations are computed whole.
+      cut: the arrays that the program creates and that have rows, see `created`.
       meets: True if rows meet, in a collective over the axis.
       in_gradient: the first meeting on the way from the parameters to the loss; None if
         rows meet in numbers without parameters alone, such as counts.
@@ -52,6 +54,7 @@ class Partitioned(NamedTuple):
     in_gradient: core.JaxprEqn | None
     reads_index: bool
     failures: list[Exception]
+    cut: frozenset[created.Root] = frozenset()
 
 
 class Argument(NamedTuple):
@@ -67,15 +70,19 @@ def partition(
     arguments: Sequence[Argument],
     axis: Axis,
     wanted: Sequence[Layout | None] = (),
+    like: Partitioned | None = None,
 ) -> Partitioned:
     """Partitions a program, of which the constants are the first arguments.
 
     Results come in the layouts `wanted`. A result without a wanted layout, or with
-    None, stays in the layout in which it is computed.
+    None, stays in the layout in which it is computed. What the program creates has rows
+    as in the program `like` this one.
     """
     split = ((a.layout, a.aval) for a in arguments if isinstance(a.layout, Rows))
     first = next((created.Created(x, of.shape[x.dim]) for x, of in split), None)
     whole = _Whole(jaxpr, arguments, axis, wanted)
+    if like is not None and first is not None:
+        return whole.partitioned(dataclasses.replace(first, cut=like.cut))
     return created.best(whole.partitioned, lambda x: _cost(x.jaxpr, axis), first)
 
 
@@ -97,7 +104,7 @@ class _Whole(NamedTuple):
         if randoms.differ(found["records"].notes, part.jaxpr):
             whole = self._replace(axis=self.axis._replace(draws_whole=True))
             return whole.partitioned(some)
-        return part
+        return part._replace(cut=frozenset() if some is None else some.cut)
 
     def _traced(self, some: created.Created | None) -> tuple[Any, dict[str, Any]]:
         """The program, and what was recorded; `some` of what it creates has rows."""
@@ -105,13 +112,16 @@ class _Whole(NamedTuple):
 
         def run(xs: Sequence[Any], index: Any) -> list[Any]:
             rules = table.RULES._replace(operands=some) if some else table.RULES
-            w = Writer(axis, index, rules, Records(), Scope())
+            if not axis.is_even:
+                index = index + axis.parts.before
+            scope = Scope(forbids_collectives=not axis.is_even)
+            w = Writer(axis, index, rules, Records(), scope)
             given = [
                 Value(x, a.aval, a.layout, 0, a.smooth, a.smooth)
                 for x, a in zip(xs, self.arguments, strict=True)
             ]
             out = w.interpret(rewrite.without_constants(jaxpr), (), given)
-            is_free = len(self.wanted) < len(out)
+            is_free = len(self.wanted) < len(out) and axis.is_even
             wanted = [*self.wanted, *[None] * (len(out) - len(self.wanted))]
             layouts = [v.layout if some is None else some.layout(v) for v in out]
             both = zip([*layouts, *layouts[:1]], wanted, strict=False)
@@ -126,13 +136,14 @@ class _Whole(NamedTuple):
             return [*put, *(w.whole(out[i]) for i in scaled), *(v.x for v in values)]
 
         types = [
-            type_here(a.aval, local_shape(a.aval.shape, a.layout, axis.size), None)
+            type_here(a.aval, local_shape(a.aval.shape, a.layout, axis.parts), None)
             for a in self.arguments
         ]
         number = jax.ShapeDtypeStruct((), jnp.int32)
         for x in types:
             number = type_here(number, (), x)
-        trace = jax.make_jaxpr(run, axis_env=[(axis.name, axis.size)])
+        env = [(axis.name, axis.size)] if axis.is_even else []
+        trace = jax.make_jaxpr(run, axis_env=env)
         closed = trace(types, number)
         return labels.labelled(closed, found["labels"]), found
 
