@@ -376,6 +376,18 @@ FAULTS = """
 * a spec may have more entries than dimensions
 - if specs is not None and len(spec or ()) > jnp.ndim(leaf):
 + if False:
+@ _partition/values.py: test_law
+* the last micro-batch draws and counts from its first row
+- start = jax.lax.add(start, np.int32(skipped))
++ start = jax.lax.add(start, np.int32(0 * skipped))
+@ _calls/engine.py: test_law
+* the gradient of the last, smaller micro-batch alone
+- operands = operands._replace(acc=some.acc)
++ operands = operands._replace(acc=operands.acc)
+@ _partition/writer.py: test_law
+* each micro-batch adds an equal share, however many rows it has
+- size = parts if self.axis.is_even else parts.total / parts.rows
++ size = parts if self.axis.is_even else 4
 @ _checks.py: test_refused
 * a type passes for an array
 - if isinstance(x, jax.ShapeDtypeStruct):

@@ -174,16 +174,23 @@ def checked_split(call: Call, hint: bool) -> Call:
     of_all = rows, f"the batch axis, but {came}", todo
     each = f"the batch of each of the {devices} {kind}, {part} examples, but {came}"
     of_device = of_all if devices == 1 else (part, each, todo)
+    # The last micro-batch is smaller if no row needs another, see `engine.partition`.
+    may_rest = hint and devices == 1 and not call.devices.axes and isinstance(rows, int)
     options = call.options
     if (size := options.microbatch_size) is not None:
         divided = of_device if call.devices.axes else of_all
-        number = _quotient("microbatch_size", size, divided)
+        if may_rest:
+            number = -(-rows // size)
+        else:
+            number = _quotient("microbatch_size", size, divided)
         options = options._replace(num_microbatches=number, microbatch_size=None)
         call = call._replace(options=options)
-    k = options.num_microbatches
+    if may_rest and options.num_microbatches < rows:
+        call = call.in_pieces(rows, options.num_microbatches)
+    k = call.options.num_microbatches
     # In a region a device does not know which leaves are whole on all devices.
     if hint and not call.devices.bound:
-        call = _as_they_divide(call, rows, devices * k)
+        call = _as_they_divide(call, rows, 0 if call.rest else devices * k)
     else:
         _check_one_length(call, rows, came)
         if devices * k > 1:
@@ -193,7 +200,8 @@ def checked_split(call: Call, hint: bool) -> Call:
             f"num_microbatches={k} must divide the batch axis, but {came}. Export a "
             f'dimension that it divides, such as jax.export.symbolic_shape("{k}*b").'
         )
-    _quotient("num_microbatches", k, of_device)
+    if not call.rest:
+        _quotient("num_microbatches", k, of_device)
     return call
 
 
@@ -203,8 +211,36 @@ def _quotient(option: str, number: int, rows: tuple[int, str, str]) -> int:
     if part % number:
         nearest = sorted(divisors(part), key=lambda d: abs(d - number))[:8]
         use = one_of(sorted(nearest))
-        raise ValueError(f"{option}={number} must divide {what}. Use {use}{todo}.")
+        rest = uneven(part, number if option == "num_microbatches" else part // number)
+        raise ValueError(
+            f"{option}={number} must divide {what}. Use {use}{todo}. {rest}"
+        )
     return part // number
+
+
+def uneven(rows: int, k: int) -> str:
+    """The advice to drop or to add rows if k does not divide those of a batch."""
+    rest, more = rows % k, -rows % k
+    last = "the last row" if rest == 1 else f"the last {rest} rows"
+    drop = f"Or drop {last}, or" if rest < rows else "Or"
+    return (
+        f"{drop} add {more} row{'s' * (more > 1)} that a mask leaves out of the loss: "
+        "jnp.where(mask, loss_of_rows, 0).sum() / mask.sum()."
+    )
+
+
+def does_not_divide(call: Call, lines: Sequence[str]) -> str:
+    """The error that the last micro-batch cannot be smaller, as rows meet at lines."""
+    rows, came, _ = _rows(call, hint=True)
+    where = f", and rows meet at {lines[0]}" if lines else ""
+    k, name = call.size + 1, came.partition(" has shape")[0]
+    leaves = jax.tree.leaves(call.role("batch_argnums"))
+    more = len([x for x in leaves if np.ndim(x)]) > len(call.batch)
+    todo = f"; or, if that leaf has no rows, give {name} None in batch_axes"
+    return (
+        f"num_microbatches={k} must divide the batch axis if rows meet, but {came}"
+        f"{where}. Use {one_of(divisors(rows))}{todo * more}. {uneven(rows, k)}"
+    )
 
 
 def _with_axes(call: Call) -> list[tuple[str, Any, int]]:
@@ -315,8 +351,12 @@ def _as_they_divide(call: Call, rows: int, parts: int) -> Call:
 
 
 def _is_split(n: Any, rows: Any, parts: int) -> bool:
-    """True if a leaf of n rows is split: as the rows of the batch, or divisible."""
-    return _holds(lambda: n == rows) or _holds(lambda: n > 0 and n % parts == 0)
+    """True if a leaf of n rows is split: as the rows of the batch, or divisible.
+
+    With 0 `parts` micro-batches have the rows of the batch alone.
+    """
+    is_one = _holds(lambda: n == rows)
+    return is_one or (parts > 0 and _holds(lambda: n > 0 and n % parts == 0))
 
 
 def _warn_of_role(call: Call, place: Argument, rows: int) -> None:

@@ -48,6 +48,7 @@ class Call(NamedTuple):
       sums: True if gradients come in the dtypes of their sums.
       sees: gets the plan that runs, for a report; equations carry what a micro-batch
         holds of each result then. None for a call that runs.
+      rest: how many rows one more micro-batch has, the last and smaller one; or 0.
     """
 
     options: Options
@@ -60,6 +61,7 @@ class Call(NamedTuple):
     rows: int = 0
     sums: bool = False
     sees: Callable[[Any], None] | None = None
+    rest: int = 0
 
     @classmethod
     def of(
@@ -189,6 +191,30 @@ class Call(NamedTuple):
         devices = self.devices
         return self.num_parts * (1 if devices.by_compiler else devices.number)
 
+    @property
+    def is_undivided(self) -> bool:
+        """True if one micro-batch has all rows."""
+        return self.size == 1 and not self.rest
+
+    def in_pieces(self, rows: int, k: int) -> "Call":
+        """The call with so many rows in k micro-batches, or in fewer.
+
+        All have as many rows, as few as k allows; the last has the rest.
+        """
+        full, rest = divmod(rows, -(-rows // k))
+        options = self.options._replace(num_microbatches=full)
+        return self._replace(options=options, rest=rest)
+
+    def of_last(self) -> "Call":
+        """The call of the last micro-batch, if it is smaller, by itself."""
+        new = {}
+        pairs = zip(self.leaves("batch_argnums").items(), self.split_axes, strict=True)
+        for (number, x), axis in pairs:
+            n = jnp.shape(x)[axis]
+            new[number] = jax.lax.slice_in_dim(x, n - self.rest, n, axis=axis)
+        one = self.with_leaves(new)
+        return one._replace(options=self.options._replace(num_microbatches=1), rest=0)
+
     def where(self) -> DeviceContext:
         """The devices, as far as a loop has to know them."""
         names, devices = [name for name, _ in named_leaves(self.params)], self.devices
@@ -214,8 +240,10 @@ class Call(NamedTuple):
     def split(self, strided: bool | None) -> list[jax.Array]:
         """The batch as `[number of parts, ...]`, micro-batches along axis 0."""
         with jax.named_scope("split"):
-            pairs = zip(self.batch, self.split_axes, strict=True)
-            k = self.num_parts
+            pairs, k = zip(self.batch, self.split_axes, strict=True), self.num_parts
+            if self.rest:
+                end = -self.rest
+                pairs = [(jax.lax.slice_in_dim(x, 0, end, axis=d), d) for x, d in pairs]
             return [self.devices.split(x, k, axis, strided) for x, axis in pairs]
 
     def with_leaves(self, new: Mapping[int, Any]) -> "Call":

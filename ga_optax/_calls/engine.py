@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from ga_optax import accumulator
-from ga_optax._calls import advice, rows
+from ga_optax._calls import advice, batches, rows
 from ga_optax._calls.call import Call
 from ga_optax._calls.devices import DoesNotFitError
 from ga_optax._calls.region import (
@@ -42,7 +42,15 @@ from ga_optax._devices import collectives, meshes
 from ga_optax._loop import run as loop
 from ga_optax._loop.loss import DeviceContext, LossProgram, Operands, run_passes
 from ga_optax._loop.run import Outcome
-from ga_optax._partition import Layout, Partitioned, Rows, meeting_of, unsaid
+from ga_optax._partition import (
+    Axis,
+    Layout,
+    Partitioned,
+    Rows,
+    RowsMeet,
+    meeting_of,
+    unsaid,
+)
 from ga_optax._passes import constraints, places, read, references, rowwise
 from ga_optax._passes import rewrite as rewriting
 from ga_optax._text import warn
@@ -75,6 +83,7 @@ class MicroBatch(NamedTuple):
       part: the program of a micro-batch, and the layouts of its results.
       strided: True if a micro-batch holds every k-th row, False if it holds neighbours;
         None if the program is the same in both cases.
+      last: the program of the last micro-batch, if that has fewer rows.
     """
 
     call: Call
@@ -82,6 +91,7 @@ class MicroBatch(NamedTuple):
     out: Any
     part: Partitioned
     strided: bool | None
+    last: Partitioned | None = None
 
 
 class Rewritten(NamedTuple):
@@ -129,7 +139,7 @@ def value_and_grad(
     With `call.sums` gradients are a pair: gradients of the parameters, and gradients of
     leaves of the batch. `over` runs the micro-batch, by default `over_micro_batches`.
     """
-    if call.size == 1:
+    if call.is_undivided:
         return undivided(call, AllRows("there is one micro-batch"))
     traced = trace(call.on_device())
     try:
@@ -145,7 +155,7 @@ def value_and_grad(
 
 def over_micro_batches(micro_batch: MicroBatch) -> Pair:
     """`((loss, aux), gradients)` by loops over the micro-batches."""
-    call, closed, out, part, strided = micro_batch
+    call, closed, out, part, strided, _ = micro_batch
     split: Any = meshes.split_spec(call.devices.axes)
     specs: Any = [split if isinstance(x, Rows) else WHOLE for x in part.layouts]
     outcome = on_devices(
@@ -211,13 +221,24 @@ def _without_mesh(make: Callable[..., Any], types: Any, error: Exception) -> Any
 def partition(traced: Traced, layouts: Sequence[Layout] | None = None) -> MicroBatch:
     """Partitions the program over micro-batches, with results in these layouts.
 
-    Raises if an option does not fit a loss whose rows meet; the error names the line.
+    Raises if an option, or the number of rows, does not fit a loss whose rows meet; the
+    error names the line.
     """
     call, closed, out = traced
     jaxpr = constraints.without_axes(closed.jaxpr, call.devices.bound)
     # A loss adds up before it is rounded, and has the same gradient there.
-    part, strided = rows.split(call, rewriting.unrounded(jaxpr, [0]), layouts)
-    micro_batch = MicroBatch(call, closed, out, part, strided)
+    jaxpr = rewriting.unrounded(jaxpr, [0])
+    # Where rows must not meet, they may in what nobody reads.
+    jaxpr, last = read.live(jaxpr) if call.rest else jaxpr, None
+    try:
+        part, strided = rows.split(call, jaxpr, layouts)
+        if call.rest:
+            last = rows.of_neighbours(call, jaxpr, rows.parts_of(call, True), part)
+            if not _are_alike(part, last):
+                raise RowsMeet
+    except RowsMeet:
+        raise _does_not_divide(call, jaxpr) from None
+    micro_batch = MicroBatch(call, closed, out, part, strided, last)
     if call.sees is None:  # a report shows the lines, whatever the options are
         _check_options(micro_batch)
     return micro_batch
@@ -235,7 +256,8 @@ def rewrite(micro_batch: MicroBatch) -> Rewritten:
         jaxpr=rewriting.without_values(jaxpr),
         results=[x.aval for x in jaxpr.outvars],
         folds=[
-            "stack" if isinstance(x, Rows) else _FOLD_OF_LAYOUT[x] for x in part.layouts
+            "stack" if isinstance(x, Rows) else rows.FOLD_OF_LAYOUT[x]
+            for x in part.layouts
         ],
         weighted=False,
         varying=tuple(sorted(call.devices.bound)),
@@ -254,10 +276,10 @@ def rewrite(micro_batch: MicroBatch) -> Rewritten:
 def schedule(rewritten: Rewritten) -> Scheduled:
     """Plans the levels of a loss whose rows meet, or do work that all rows share.
 
-    Any other loss is one loop.
+    Any other loss is one loop, and so is one whose last micro-batch is smaller.
     """
-    (call, *_, part, _), program, operands, context = rewritten
-    may_share = call.options.optimize and not call.devices.bound
+    (call, *_, part, _, last), program, operands, context = rewritten
+    may_share = call.options.optimize and last is None and not call.devices.bound
     if not part.meets and not (may_share and window.shares(program.jaxpr, operands)):
         return Scheduled(rewritten, None)
     loss, room = MeetingLoss(program, rows.AXIS, call.size), call.options.residual_bytes
@@ -291,6 +313,8 @@ def run(scheduled: Scheduled) -> Outcome:
     call = micro_batch.call
     if plan is None:
         out = loop.run(program, operands, context, begins=True, merges=True)
+        if micro_batch.last is not None:
+            out = _with_last(micro_batch, out)
     else:
         out = window.run(plan)
         if call.sees is None:
@@ -305,7 +329,30 @@ def run(scheduled: Scheduled) -> Outcome:
     return out._replace(acc=grads)
 
 
-_FOLD_OF_LAYOUT = {"whole": "last", "partial": "sum"}
+def _with_last(micro_batch: MicroBatch, some: Outcome) -> Outcome:
+    """The outcome of the other micro-batches, and of the last one, which is smaller."""
+    call, part, last = micro_batch.call, micro_batch.part, micro_batch.last
+    one = micro_batch._replace(call=call.of_last(), part=last, last=None)
+    _, program, operands, context = rewrite(one)
+    operands = operands._replace(acc=some.acc)
+    out = loop.run(program, operands, context, begins=True, merges=True)
+    return rows.merged(call, part.layouts, some, out)
+
+
+def _are_alike(some: Partitioned, last: Partitioned) -> bool:
+    """True if two programs are the same but for the number of rows."""
+    names = [[e.primitive.name for e in read.equations(x.jaxpr)] for x in (some, last)]
+    return some.layouts == last.layouts and names[0] == names[1]
+
+
+def _does_not_divide(call: Call, jaxpr: Any) -> DoesNotFitError:
+    """The error that rows meet which the micro-batches do not divide."""
+    total = rows.parts_of(call).total
+    one = rows.of_neighbours(call, jaxpr, total)  # each row by itself
+    axis = Axis(rows.AXIS, total, 0)
+    met = filter(axis.is_meeting, read.equations(one.jaxpr))
+    lines = [places.place_of(e.source_info) for e in met]
+    return DoesNotFitError(batches.does_not_divide(call, lines))
 
 
 def _indices(call: Call) -> jax.Array:

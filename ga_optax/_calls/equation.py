@@ -48,7 +48,7 @@ def of_call(call: Call, remat: bool | None, size: int | None = None) -> Any:
         new = call.with_leaves(dict(zip(leaves, xs, strict=True)))
         return of_args(*new.args, **new.kwargs)
 
-    if call.size == 1:
+    if call.is_undivided:
         return of_args(*call.args, **call.kwargs)
     if not _is_one(call):
         call = call._replace(
@@ -84,7 +84,7 @@ def _parameters(call: Call, remat: bool | None = None) -> dict[str, Any]:
     like = call._replace(args=(), kwargs={}, options=options._replace(fun=_unknown))
     return {
         "name": getattr(options.fun, "__name__", "a function"),
-        "number": options.num_microbatches,
+        "number": options.num_microbatches + (call.rest > 0),
         "remat": remat,
         "runs": functools.partial(_run, like),
         "finds": functools.partial(_axes_of_results, like),
@@ -288,10 +288,10 @@ def _call(
     options = like.options._replace(
         fun=fun, num_microbatches=divided.number, argnums=params, batch_argnums=batch
     )
-    devices = like.devices
+    devices, number = like.devices, divided.number
     if devices.axes:
         devices = devices.with_params(tuple(xs[i] for i in params))
-    return Call(
+    call = Call(
         options,
         tuple(xs),
         {},
@@ -301,6 +301,9 @@ def _call(
         rows=len(moved),
         sums=True,
     )
+    rows = jnp.shape(xs[batch[0]])[divided.axes[batch[0]]] if batch else 0
+    is_even = devices.axes or not isinstance(rows, int) or rows % number == 0
+    return call if is_even else call.in_pieces(rows, number)
 
 
 def _unknown(*args: Any) -> None:

@@ -67,7 +67,7 @@ def microbatch(
 
     Args:
       fun: any function that JAX can trace. It is traced once, for the whole batch.
-      num_microbatches: how many micro-batches, static; it must divide the rows. In a
+      num_microbatches: how many micro-batches, static, as for `value_and_grad`. In a
         micro-batch of `value_and_grad` or `microbatch` they are those of its rows, on
         one device: so many, or the most that divide them.
       microbatch_size: in its place, how many rows one of them has.

@@ -69,7 +69,8 @@ def value_and_grad(
 
     Args:
       fun: a function like that of `jax.value_and_grad`, of any loss.
-      num_microbatches: how many, static; it must divide the rows (of each device).
+      num_microbatches: how many, static. It must divide the rows (of each device), but
+        for one device and rows that do not meet: then the last one has the rest.
       microbatch_size: in its place, how many rows (of each device) one of them has.
       argnums: the positional arguments to differentiate with respect to.
       has_aux: True if `fun` returns `(loss, aux)`. aux comes back as for all rows.

@@ -17,6 +17,8 @@ from ga_optax import config
 from ga_optax._calls.call import Call
 from ga_optax._calls.devices import Devices
 from ga_optax._devices import membership, meshes
+from ga_optax._loop.folds import FOLDS
+from ga_optax._loop.run import Outcome
 from ga_optax._partition import (
     PARTIAL,
     WHOLE,
@@ -25,12 +27,16 @@ from ga_optax._partition import (
     Layout,
     Partitioned,
     Rows,
+    Uneven,
     is_inexact,
     partition,
 )
 from ga_optax._partition.values import type_here
 from ga_optax._passes import read
 from ga_optax._window.flat import LONGEST
+
+# The folds of results without rows, by layout.
+FOLD_OF_LAYOUT = {"whole": "last", "partial": "sum"}
 
 # The axis of the micro-batches, which no user names.
 AXIS = "rows of the whole batch"
@@ -59,6 +65,8 @@ def split(
     Returns: the program; True if a micro-batch holds every k-th row, False if it holds
     neighbours, None if the program is the same in both cases.
     """
+    if call.rest:
+        return of_neighbours(call, jaxpr, parts_of(call)), False
     size, axes, devices = call.size, call.split_axes, call.devices
     n = len(jax.tree.leaves(call.params))
     axis = Axis(
@@ -81,6 +89,26 @@ def split(
     near = of(lambda x, d: 1)
     same = strided is None and far and _is_same(jaxpr, near, far, size)
     return near, None if same else False
+
+
+def parts_of(call: Call, is_last: bool = False) -> Uneven:
+    """The size of micro-batches of which the last is smaller: of others, or of it."""
+    total = jnp.shape(call.batch[0])[call.split_axes[0]]
+    if is_last:
+        return Uneven(total, call.rest, call.size)
+    return Uneven(total, (total - call.rest) // call.size)
+
+
+def of_neighbours(
+    call: Call, jaxpr: Any, parts: int | Uneven, like: Partitioned | None = None
+) -> Partitioned:
+    """The program of a micro-batch of neighbouring rows, `like` another one."""
+    labels, draws = bool(call.sees), config.whole_draws
+    axis = Axis(AXIS, parts, LONGEST, draws_whole=draws, labels=labels)
+    arguments = _arguments(call, jaxpr, list(map(Rows, call.split_axes)))
+    if like is None:
+        return partition(jaxpr, arguments, axis, PARTIAL)
+    return partition(jaxpr, arguments, axis, layouts=like.layouts, cut=like.cut)
 
 
 def is_open(jaxpr: Any) -> bool:
@@ -166,6 +194,35 @@ def returned(
     for y in read.roundings(jaxpr, jaxpr.outvars[0]):
         leaves[0] = leaves[0].astype(y.aval.dtype)
     return [_of_type(x, v.aval) for x, v in zip(leaves, jaxpr.outvars, strict=True)]
+
+
+def merged(
+    call: Call, layouts: Sequence[Layout], some: Outcome, last: Outcome
+) -> Outcome:
+    """The outcome of micro-batches, and of the last one, which is smaller.
+
+    What has rows comes like that of one micro-batch with all of them.
+    """
+
+    def rows_of_all(rows: Rows, *stacks: jax.Array) -> jax.Array:
+        d, segments = rows.dim, rows.segments
+        parts = [_joined(Devices(), x, rows, False) for x in stacks]
+        apart = [
+            x.reshape(*x.shape[:d], segments, -1, *x.shape[d + 1 :]) for x in parts
+        ]
+        whole = jnp.concatenate(apart, d + 1)
+        shape = *whole.shape[:d], -1, *whole.shape[d + 2 :]
+        return whole.reshape(1, *shape)
+
+    results = [
+        rows_of_all(layout, x, y)
+        if isinstance(layout, Rows)
+        else FOLDS[FOLD_OF_LAYOUT[layout]].join(x, y)
+        for layout, x, y in zip(layouts, some.results, last.results, strict=True)
+    ]
+    triples = zip(call.split_axes, some.rows, last.rows, strict=False)
+    grads = [rows_of_all(Rows(d), x, y) for d, x, y in triples]
+    return last._replace(results=results, rows=grads)
 
 
 def gradients(

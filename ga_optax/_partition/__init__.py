@@ -41,7 +41,14 @@ from ga_optax._partition.partitioned import (
     Partitioned,
     partition,
 )
-from ga_optax._partition.values import PARTIAL, WHOLE, Layout, Rows
+from ga_optax._partition.values import (
+    PARTIAL,
+    WHOLE,
+    Layout,
+    Rows,
+    RowsMeet,
+    Uneven,
+)
 from ga_optax._passes.read import is_inexact
 
 __all__ = [
@@ -53,6 +60,8 @@ __all__ = [
     "Note",
     "Partitioned",
     "Rows",
+    "RowsMeet",
+    "Uneven",
     "is_inexact",
     "meeting_of",
     "partition",

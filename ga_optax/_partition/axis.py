@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
+from ga_optax._partition.values import Parts, RowsMeet, Uneven
 from ga_optax._passes import read
 
 
@@ -15,7 +16,8 @@ class Axis(NamedTuple):
 
     Attributes:
       name: the name of the axis.
-      size: the number of micro-batches, on all devices together.
+      parts: the number of micro-batches, on all devices together; or their size, if
+        the last one is smaller. Then rows must not meet.
       longest: the length of the longest scan in which rows may meet; longer scans are
         computed whole.
       is_checked: True if the axis is in a region of a mesh that has no types for it.
@@ -25,11 +27,23 @@ class Axis(NamedTuple):
     """
 
     name: str
-    size: int
+    parts: Parts
     longest: int
     is_checked: bool = False
     draws_whole: bool = False
     labels: bool = False
+
+    @property
+    def is_even(self) -> bool:
+        """True if all micro-batches have as many rows."""
+        return not isinstance(self.parts, Uneven)
+
+    @property
+    def size(self) -> int:
+        """The number of micro-batches, for rules that know of nothing else."""
+        if isinstance(self.parts, Uneven):
+            raise RowsMeet
+        return self.parts
 
     def is_meeting(self, e: core.JaxprEqn) -> bool:
         """True if an equation is a collective over the axis, in which rows meet."""

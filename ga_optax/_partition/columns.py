@@ -29,7 +29,7 @@ def of_pairs(w: Writer, v: Value, gone: tuple[int, ...]) -> Value | None:
     if w.scope.forbids_collectives or not v.params:
         return None
     for rows in map(Rows, range(len(v.shape))):
-        fits = rows.dim not in gone and can_split(v.shape, rows, w.axis.size)
+        fits = rows.dim not in gone and can_split(v.shape, rows, w.axis.parts)
         steps = _steps(v, rows) if fits else {}
         if any(_is_here(u, its) for u, its in steps):
             for (u, its), step in steps.items():

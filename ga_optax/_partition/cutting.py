@@ -25,7 +25,7 @@ from ga_optax._passes import primitives, read, references
 
 def recut(w: Writer, v: Value, rows: Rows) -> Any:
     """The rows of a value, or None if nothing better is known than to cut it."""
-    if v.made is None or not can_split(v.shape, rows, w.axis.size):
+    if v.made is None or not can_split(v.shape, rows, w.axis.parts):
         return None
     e, vs, i = v.made
     if references.is_group(e) or not all(operand.is_whole for operand in vs):
@@ -34,7 +34,7 @@ def recut(w: Writer, v: Value, rows: Rows) -> Any:
     x = rule(w, e, vs, rows) if rule and i == 0 else None
     if e.primitive is threefry2x32_p:
         x = _bits(w, e, vs, rows)[i]
-    due = local_shape(v.shape, rows, w.axis.size)
+    due = local_shape(v.shape, rows, w.axis.parts)
     return x if x is None or jnp.shape(x) == due else None
 
 

@@ -8,7 +8,7 @@ rows. If rows meet inside, the program of the nested function is inlined.
 from jax.extend import core
 
 from ga_optax._partition import nested
-from ga_optax._partition.values import Result, Value
+from ga_optax._partition.values import Result, Value, length_of
 from ga_optax._partition.writer import Writer
 from ga_optax._passes import read
 from ga_optax._passes.divided import Divided
@@ -47,7 +47,7 @@ def _number(w: Writer, function: Divided, vs: list[Value]) -> int:
     if not all(same):
         return 1
     v, d = pairs[0]
-    rows = v.shape[d] // w.axis.size
+    rows = length_of(v.shape[d], w.axis.parts)
     if not isinstance(rows, int):  # `jax.export` leaves it open
         return 1
     if function.size is not None:

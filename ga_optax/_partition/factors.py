@@ -22,6 +22,7 @@ from ga_optax._partition.values import (
     Results,
     Rows,
     Value,
+    length_of,
     types_of,
 )
 from ga_optax._partition.writer import Rule, Writer
@@ -117,5 +118,5 @@ def along(
     assert d is not None
     place = d if key == "shape" else way.ins[0]
     if place is not None and shape[place] == of[d]:
-        shape[place] = of[d] // w.axis.size
+        shape[place] = length_of(of[d], w.axis.parts)
     return w.results(e, xs, **{key: tuple(shape)})

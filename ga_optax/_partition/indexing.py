@@ -200,7 +200,7 @@ def _scattered_own(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     for d in set(index_map).intersection(numbers.inserted_window_dims):
         due = zip(vs, (d, 0, batch[0]), strict=True)
         rows = next((v.rows.at(d) for v, own in due if v.rows and v.dim == own), None)
-        if rows and can_split(operand.shape, rows, w.axis.size):
+        if rows and can_split(operand.shape, rows, w.axis.parts):
             like = Value(None, operand.aval, rows)
             own = rows_in_order(w, like, indices, index_map)
             if own is not None:

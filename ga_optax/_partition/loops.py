@@ -17,6 +17,8 @@ from ga_optax._partition.values import (
     Rows,
     RowsMeet,
     Value,
+    length_of,
+    unit,
 )
 from ga_optax._partition.writer import Writer
 from ga_optax._passes import feedback, interpret, read
@@ -115,13 +117,13 @@ def _over_rows(w: Writer, vs: list[Value], how: read.Scan) -> Results:
     """
     consts, carry, slices = how.split(vs)
     rows = max((v.rows for v in slices if v.dim == 0), key=lambda rows: -rows.segments)
-    if how.length % (rows.segments * w.axis.size):
+    if how.length % (rows.segments * unit(w.axis.parts)):
         return None
     if carry and not _only_adds(how):
         return None
     start = [w.addend(v) for v in carry]
     xs = [*map(w.whole, consts), *start, *(w.part(v, rows) for v in slices)]
-    how = how._replace(length=how.length // w.axis.size)
+    how = how._replace(length=length_of(how.length, w.axis.parts))
     out = interpret.scan(how, functools.partial(interpret.results, how.body), xs)
     n = len(carry)
     return [(x, PARTIAL if i < n else rows) for i, x in enumerate(out)]

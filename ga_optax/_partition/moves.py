@@ -151,7 +151,7 @@ def _splits(w: Writer, n: int, d: int, length: int) -> list[Rows]:
     some = [Rows(d), *([Rows(d, n // length)] if n % length == 0 else [])]
     shape = (1,) * d + (n,)
     # One row is never split, not even by one micro-batch.
-    return [rows for rows in some if n > 1 and can_split(shape, rows, w.axis.size)]
+    return [rows for rows in some if n > 1 and can_split(shape, rows, w.axis.parts)]
 
 
 def _here(w: Writer, e: core.JaxprEqn, vs: list[Value], d: int, length: int) -> Results:

@@ -76,7 +76,7 @@ def inner(
       wanted: a layout for each result, None for any.
     """
     types = [
-        type_here(v.aval, local_shape(v.aval.shape, v.layout, w.axis.size), v.x)
+        type_here(v.aval, local_shape(v.aval.shape, v.layout, w.axis.parts), v.x)
         for v in args
     ]
     number = type_here(jax.ShapeDtypeStruct((), jnp.int32), (), w.index)

@@ -1,5 +1,6 @@
 """The program of a micro-batch, from that of the whole batch."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ class Partitioned(NamedTuple):
         distribution than those of the whole batch.
       promised: equations that are split because of a promise of the user.
       failures: errors of rules; the equations are computed whole.
+      cut: the arrays that the program creates and that have rows, see `created`.
       meets: True if rows meet, in a collective over the axis.
       in_gradient: the first meeting on the way from the parameters to the loss; None if
         rows meet in numbers without parameters alone, such as counts.
@@ -52,6 +54,7 @@ class Partitioned(NamedTuple):
     in_gradient: core.JaxprEqn | None
     reads_index: bool
     failures: list[Failure]
+    cut: frozenset[created.Root] = frozenset()
 
 
 class Argument(NamedTuple):
@@ -68,6 +71,7 @@ def partition(
     axis: Axis,
     first: Layout | None = None,
     layouts: Sequence[Layout] | None = None,
+    cut: frozenset[created.Root] | None = None,
 ) -> Partitioned:
     """Partitions a program, of which the constants are the first arguments.
 
@@ -79,10 +83,14 @@ def partition(
       layouts: the layouts of all results, as another `Partitioned` has them. If None,
         each but the first stays in the layout in which it is computed, and those are
         whole whose parts may add up to NaN.
+      cut: the arrays that the program creates and that have rows, as another
+        `Partitioned` has them; None for the best.
     """
     split = ((a.layout, a.aval) for a in arguments if isinstance(a.layout, Rows))
     some = next((created.Created(x, of.shape[x.dim]) for x, of in split), None)
     whole = _Whole(jaxpr, arguments, axis, first, layouts)
+    if cut is not None and some is not None:
+        return whole.partitioned(dataclasses.replace(some, cut=cut))
     return created.best(whole.partitioned, lambda x: _cost(x.jaxpr, axis), some)
 
 
@@ -105,7 +113,7 @@ class _Whole(NamedTuple):
         if randoms.differ(found["records"].notes, part.jaxpr):
             whole = self._replace(axis=self.axis._replace(draws_whole=True))
             return whole.partitioned(some)
-        return part
+        return part._replace(cut=frozenset() if some is None else some.cut)
 
     def _traced(self, some: created.Created | None) -> tuple[Any, dict[str, Any]]:
         """The program, and what was recorded; `some` of what it creates has rows."""
@@ -113,7 +121,10 @@ class _Whole(NamedTuple):
 
         def run(xs: Sequence[Any], index: Any) -> list[Any]:
             rules = table.RULES._replace(operands=some) if some else table.RULES
-            w = Writer(axis, index, rules, Records(), Scope())
+            if not axis.is_even:
+                index = index + axis.parts.before
+            scope = Scope(forbids_collectives=not axis.is_even)
+            w = Writer(axis, index, rules, Records(), scope)
             given = [
                 Value(x, a.aval, a.layout, 0, a.smooth, a.smooth)
                 for x, a in zip(xs, self.arguments, strict=True)
@@ -123,7 +134,7 @@ class _Whole(NamedTuple):
             if layouts is None:
                 own = [v.layout if some is None else some.layout(v) for v in out]
                 layouts = [self.first or own[0], *own[1:]]
-                scaled = [i for i, v in enumerate(out) if v.scaled]
+                scaled = [i for i, v in enumerate(out) if v.scaled and axis.is_even]
             # Not the writer, which holds what is traced.
             found.update(layouts=layouts, scaled=scaled, records=w.records)
             pairs = zip([*out, *out[:1]], layouts, strict=False)
@@ -133,13 +144,14 @@ class _Whole(NamedTuple):
             return [*put, *(w.whole(out[i]) for i in scaled), *(v.x for v in values)]
 
         types = [
-            type_here(a.aval, local_shape(a.aval.shape, a.layout, axis.size), None)
+            type_here(a.aval, local_shape(a.aval.shape, a.layout, axis.parts), None)
             for a in self.arguments
         ]
         number = jax.ShapeDtypeStruct((), jnp.int32)
         for x in types:
             number = type_here(number, (), x)
-        trace = jax.make_jaxpr(run, axis_env=[(axis.name, axis.size)])
+        env = [(axis.name, axis.size)] if axis.is_even else []
+        trace = jax.make_jaxpr(run, axis_env=env)
         closed = trace(types, number)
         return labels.labelled(closed, found["labels"]), found
 

@@ -17,7 +17,15 @@ from jax.extend import core
 from jax.extend.random import threefry2x32_p
 
 from ga_optax._partition.notes import Drawn, note_of
-from ga_optax._partition.values import Result, Rows, Value, local_shape, types_of
+from ga_optax._partition.values import (
+    Result,
+    Rows,
+    Value,
+    length_of,
+    local_shape,
+    start_of,
+    types_of,
+)
 from ga_optax._partition.writer import Same, Writer
 from ga_optax._passes import primitives, read
 
@@ -51,7 +59,7 @@ def _of_own_key(w: Writer, e: core.JaxprEqn, v: Value, rows: Rows) -> Any:
     for _ in v.shape:
         fold = jax.vmap(fold)
     keys = w.part(v, rows) if rows.dim < len(v.shape) else w.whole(v)
-    part = local_shape(shape, rows, w.axis.size)
+    part = local_shape(shape, rows, w.axis.parts)
     return w.run(e, [fold(keys)], shape=part[len(v.shape) :])
 
 
@@ -100,7 +108,7 @@ def _drawn(w: Writer, v: Value, shape: tuple[int, ...], rows: Rows) -> Any:
 
 def _count(w: Writer, shape: tuple[int, ...], rows: Rows) -> jax.Array:
     """For each element of a part, the index of the element in the whole, flattened."""
-    count = jnp.zeros(local_shape(shape, rows, w.axis.size), jnp.uint32)
+    count = jnp.zeros(local_shape(shape, rows, w.axis.parts), jnp.uint32)
     stride = 1
     for d in reversed(range(len(shape))):
         at = positions(w, shape, d, rows).astype(jnp.uint32)
@@ -111,13 +119,13 @@ def _count(w: Writer, shape: tuple[int, ...], rows: Rows) -> jax.Array:
 
 def positions(w: Writer, shape: tuple[int, ...], d: int, rows: Rows) -> jax.Array:
     """The index along axis `d`, in the whole batch, of the numbers of a part."""
-    local = local_shape(shape, rows, w.axis.size)
+    local = local_shape(shape, rows, w.axis.parts)
     here = jax.lax.broadcasted_iota(jnp.int32, local, d)
     if d != rows.dim:
         return here
     length = shape[d] // rows.segments
-    rest = length // w.axis.size
-    at = jax.lax.add(here, jax.lax.mul(w.index.astype(jnp.int32), np.int32(rest)))
+    rest = length_of(length, w.axis.parts)
+    at = jax.lax.add(here, start_of(length, w.index, w.axis.parts))
     if rows.segments > 1:  # those of others are in between
         between = jax.lax.div(here, jax.lax.full_like(here, rest))
         at = at + between * (length - rest)

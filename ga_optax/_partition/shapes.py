@@ -8,11 +8,13 @@ from jax.extend import core
 
 from ga_optax._partition.values import (
     PARTIAL,
+    Parts,
     Results,
     Rows,
     Value,
     local_shape,
     types_of,
+    unit,
 )
 from ga_optax._partition.writer import Writer
 from ga_optax._passes.read import is_inexact
@@ -25,14 +27,14 @@ def barrier(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
 def reshape(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     v = vs[0]
     shape = types_of(e)[0].shape
-    rows = reshaped(v.shape, shape, v.rows, w.axis.size)
+    rows = reshaped(v.shape, shape, v.rows, w.axis.parts)
     if rows is None:
         return None
-    return [(v.x.reshape(local_shape(shape, rows, w.axis.size)), rows)]
+    return [(v.x.reshape(local_shape(shape, rows, w.axis.parts)), rows)]
 
 
 def reshaped(
-    old: tuple[int, ...], new: tuple[int, ...], rows: Rows, parts: int
+    old: tuple[int, ...], new: tuple[int, ...], rows: Rows, parts: Parts
 ) -> Rows | None:
     """The rows after a reshape: `[before, k, rest]` of the same numbers."""
     before = math.prod(old[: rows.dim]) * rows.segments
@@ -40,14 +42,14 @@ def reshaped(
     for d, size in enumerate(new):
         if outer > before or not size:
             break
-        if before % outer == 0 and size % (before // outer * parts) == 0:
+        if before % outer == 0 and size % (before // outer * unit(parts)) == 0:
             found = Rows(d, before // outer)  # of one part several fit: the last
         outer *= size
     return found
 
 
 def reshape_wanted(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
-    v, shape, parts = vs[0], types_of(e)[0].shape, w.axis.size
+    v, shape, parts = vs[0], types_of(e)[0].shape, w.axis.parts
     before = reshaped(shape, v.shape, rows, parts)
     if before is None or reshaped(v.shape, shape, before, parts) != rows:
         return None

@@ -54,7 +54,7 @@ def split(reads: Reader, w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Result
     xs = w.parts(vs, rows, way.ins)
     layouts = [PARTIAL if d is None else rows.at(d) for d in way.outs]
     pairs = zip(types_of(e), layouts, strict=True)
-    due = [(local_shape(x.shape, layout, w.axis.size), x.dtype) for x, layout in pairs]
+    due = [(local_shape(x.shape, layout, w.axis.parts), x.dtype) for x, layout in pairs]
     try:
         program: Any = jax.make_jaxpr(record.fun)(*xs)
         types = [(x.shape, x.dtype) for x in program.out_avals]

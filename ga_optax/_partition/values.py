@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from ga_optax._passes import read
@@ -31,6 +32,23 @@ class Rows(NamedTuple):
 # All micro-batches hold all of it; or it is the sum of what they hold.
 WHOLE, PARTIAL = "whole", "partial"
 Layout = str | Rows
+
+
+class Uneven(NamedTuple):
+    """The size of micro-batches that do not divide the batch: the last is smaller.
+
+    Attributes:
+      total: how many rows the batch has.
+      rows: how many of them one of these micro-batches has.
+      before: how many micro-batches come before these: 0, or all but the last.
+    """
+
+    total: int
+    rows: int
+    before: int = 0
+
+
+Parts = int | Uneven  # how many micro-batches there are, if they are alike
 
 
 class RowsMeet(Exception):  # noqa: N818
@@ -124,23 +142,51 @@ Result = tuple[Any, Layout]  # what a rule returns for each result: array and la
 Results = list[Result] | None  # None if a rule does not apply
 
 
-def can_split(shape: tuple[int, ...], rows: Rows, parts: int) -> bool:
+def unit(parts: Parts) -> int:
+    """The number that divides the length of each segment of rows."""
+    return parts.total if isinstance(parts, Uneven) else parts
+
+
+def length_of(n: int, parts: Parts) -> int:
+    """The count of those numbers, of n along rows, that a micro-batch holds."""
+    return n * parts.rows // parts.total if isinstance(parts, Uneven) else n // parts
+
+
+def start_of(n: int, index: Any, parts: Parts) -> Any:
+    """The first of them in a segment of n numbers."""
+    length = length_of(n, parts)
+    start = jax.lax.mul(index.astype(jnp.int32), np.int32(length))
+    if isinstance(parts, Uneven):  # the last is the end of what the others leave
+        skipped = n - length * (parts.before + 1) if parts.before else 0
+        start = jax.lax.add(start, np.int32(skipped))
+    return start
+
+
+def can_split(shape: tuple[int, ...], rows: Rows, parts: Parts) -> bool:
     """True if an array can have such rows."""
     n = shape[rows.dim]
-    return n > 0 and n % (rows.segments * parts) == 0
+    return n > 0 and n % (rows.segments * unit(parts)) == 0
 
 
-def local_shape(shape: tuple[int, ...], layout: Layout, parts: int) -> tuple[int, ...]:
+def local_shape(
+    shape: tuple[int, ...], layout: Layout, parts: Parts
+) -> tuple[int, ...]:
     """The shape of what a micro-batch holds."""
     if not isinstance(layout, Rows):
         return tuple(shape)
     d = layout.dim
-    return (*shape[:d], shape[d] // parts, *shape[d + 1 :])
+    return (*shape[:d], length_of(shape[d], parts), *shape[d + 1 :])
 
 
-def rows_of(x: Any, rows: Rows, index: Any, parts: int) -> Any:
+def rows_of(x: Any, rows: Rows, index: Any, parts: Parts) -> Any:
     """The rows that a micro-batch has of an array that all hold."""
     d, shape = rows.dim, jnp.shape(x)
+    if isinstance(parts, Uneven):
+        n = shape[d] // rows.segments
+        x = jnp.reshape(x, (*shape[:d], rows.segments, n, *shape[d + 1 :]))
+        start, length = start_of(n, index, parts), length_of(n, parts)
+        x = jax.lax.dynamic_slice_in_dim(x, start, length, d + 1)
+        return jnp.reshape(x, local_shape(shape, rows, parts))
     rest = shape[d] // (rows.segments * parts)
     x = jnp.reshape(x, (*shape[:d], rows.segments, parts, rest, *shape[d + 1 :]))
     x = jax.lax.dynamic_index_in_dim(x, index, d + 1, keepdims=False)

@@ -186,14 +186,16 @@ class Writer:
             raise RowsMeet
         if number == 0:  # made here: it is nothing that waits for other loops
             return jnp.zeros_like(v.x, v.aval.dtype)
-        size = jnp.asarray(self.axis.size, v.aval.dtype)
+        parts = self.axis.parts
+        size = parts if self.axis.is_even else parts.total / parts.rows
+        size = jnp.asarray(size, v.aval.dtype)
         return jax.lax.div(
             jnp.asarray(v.x, v.aval.dtype), jnp.broadcast_to(size, v.shape)
         )
 
     def rows_of(self, x: Any, rows: Rows) -> Any:
         """This micro-batch's rows of an array that all hold."""
-        return rows_of(x, rows, self.index, self.axis.size)
+        return rows_of(x, rows, self.index, self.axis.parts)
 
     def place_of(self, v: Value, row: Any) -> tuple[Any, Any]:
         """The places here of rows of a value, and True for each row that is here.
@@ -409,7 +411,7 @@ class Writer:
         """True if a rule gave every result in the shape of its layout."""
         pairs = zip(out, types_of(e), strict=False)
         return len(out) == len(e.outvars) > 0 and all(
-            jnp.shape(x) == local_shape(aval.shape, layout, self.axis.size)
+            jnp.shape(x) == local_shape(aval.shape, layout, self.axis.parts)
             for (x, layout), aval in pairs
         )
 

@@ -11,7 +11,17 @@ import optax
 import pytest
 from corpus import losses
 from corpus.losses import LOSSES, N
-from helpers import array, bits, failing, leaves_of, mean_of, mesh_of, off, undivided
+from helpers import (
+    array,
+    bits,
+    failing,
+    leaves_of,
+    mean_of,
+    mesh_of,
+    off,
+    temporaries,
+    undivided,
+)
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 from jax.sharding import NamedSharding, SingleDeviceSharding
@@ -368,3 +378,101 @@ def test_their_sums_lie_on_the_device_or_it_is_an_error():
     ):
         with pytest.raises(ValueError, match="must lie in the memory of the device"):
             wrong()
+
+
+# -- Any number of rows ----------------------------------------------------------------
+
+APART = ["total", "classes", "dropout", "checkpointed"]  # in these rows do not meet
+
+
+def noisy(p, b):
+    """Draws, places of rows, a table, and results with rows along other axes."""
+    key, h = jax.random.key(3), losses.hidden(p, b["x"])
+    shape = h.shape
+    h = h + jax.random.normal(key, shape, h.dtype) + jnp.arange(shape[0])[:, None]
+    h = h * jax.random.normal(key, shape[1:], h.dtype)
+    each = jax.lax.map(lambda row: jnp.cumsum(jnp.tanh(row)), h)
+    return each.sum() + p["s"], {"columns": each.T, "ids": 2 * b["c"], "sum": h.sum()}
+
+
+@pytest.mark.quick
+def test_the_last_micro_batch_has_the_rest_of_the_rows():
+    args = losses.arguments(15, np.float32)
+    assert_close(*in_float64(noisy, *args, has_aux=True), n=15)
+    sizes = []
+
+    def size(p, b):
+        sizes.append(jnp.shape(b["x"])[0])
+        return (losses.hidden(p, b["x"]) ** 2).mean()
+
+    step = ga.value_and_grad(size, microbatch_size=4)
+    text = str(jax.make_jaxpr(step)(*args))
+    assert sizes == [15]  # it is traced once
+    lengths = {n for n in range(1, 16) if f"f32[{n},{losses.D}]" in text}
+    assert {4, 3} <= lengths
+    assert not lengths & {5, 6, 7, 8}
+
+
+@pytest.mark.grid(2, 20)
+@pytest.mark.parametrize("k", [2, 4, 5, 8, 12])
+@pytest.mark.parametrize("n", [13, 15, 16, 22])
+@pytest.mark.parametrize("name", [*APART, "noisy"])
+def test_any_number_of_rows_gives_the_gradient_of_all(name, n, k):
+    fun = noisy if name == "noisy" else LOSSES[name].fun
+    args = losses.arguments(n, np.float32)
+    got, want = in_float64(fun, *args, k=k, has_aux=True)
+    assert_close(got, want, n=n)
+    if (n, k) == (15, 4):  # the twin: without the last row it is another gradient
+        others = args[0], jax.tree.map(lambda x: x[:-1], args[1])
+        assert off(in_float64(fun, *others, k=7, has_aux=True)[0][1], want[1]) > 1e-6
+
+
+def test_derivatives_of_any_number_of_rows_are_those_of_all():
+    """Of a function with respect to rows as well, twice, forwards and in a batch."""
+    w, x = array(3, 3), array(15, 3)
+
+    def fun(w, x):
+        h = jnp.tanh(x @ w)
+        return h**2, h.sum(0)
+
+    def total(of):
+        return lambda w, x: sum(jnp.sin(y).sum() for y in of(w, x))
+
+    of = total(fun)
+    for way in (
+        lambda f: jax.grad(f, (0, 1)),
+        lambda f: lambda w, x: jax.jvp(f, (w, x), (w, x)),
+        lambda f: jax.grad(lambda w, x: (jax.grad(f)(w, x) ** 2).sum()),
+        lambda f: lambda w, x: jax.vmap(f, (None, 0))(w, jnp.stack([x, -x])),
+    ):
+        ours = way(total(ga.microbatch(fun, 4)))
+        assert_close(jax.jit(ours)(w, x), jax.jit(way(of))(w, x), n=15, eps=EPS32)
+
+    def loss(w, x):
+        return jnp.sin(fun(w, x)[0]).sum()
+
+    def twice(step):
+        return jax.jit(jax.grad(lambda w: (step(w, x)[1] ** 2).sum()))
+
+    got, want = twice(ga.value_and_grad(loss, 4))(w), twice(jax.value_and_grad(loss))(w)
+    assert_close(got, want, n=15, eps=EPS32)
+
+
+def test_the_rest_of_the_rows_takes_the_memory_of_a_micro_batch():
+    """And one copy of the batch; the sum of the gradients is one."""
+    width = 128
+    p = array(12, width, width, scale=width**-0.5)
+
+    def loss(p, x):
+        for w in p:
+            x = jnp.tanh(x @ w)
+        return (x**2).mean()
+
+    def taken(n, k):
+        args = p, array(n, width)
+        return temporaries(jax.jit(ga.value_and_grad(loss, k)), *args)
+
+    copy = 1023 * width * 4
+    assert taken(1023, 8) < taken(1024, 8) + 1.1 * copy
+    # The twin: two micro-batches take twice as much.
+    assert taken(1023, 4) > taken(1024, 8) + 2 * copy

@@ -58,8 +58,6 @@ def of(*args, fun=untraced, k=2, **options):
 BOTH = """
 k=0 -> V must be at least 1 | it is 0 | 1 is the undivided batch
 k=True -> T must be an int | True of type bool | Pass an int that is known
-W, IMAGES, k=4
-  -> V num_microbatches=4 must | leaf ['image'] has shape | Use 1, 2, 5 or 10.
 W, {} -> V must name arguments that hold arrays | argument 1 is a dict without
   | Pass the
 W, None -> V must name arguments that hold arrays | argument 1 is None | Pass the batch
@@ -120,6 +118,9 @@ W, X, fun=lambda w, x: None, has_aux=True
 
 # Of `accumulate` alone: there what is split decides what comes out.
 EACH = """
+W, IMAGES, k=4
+  -> V num_microbatches=4 must | leaf ['image'] has shape | Use 1, 2, 5 or 10. Or drop
+  | the last 2 rows, or add 2 rows that a mask leaves out
 W, {"a": X, "id": "a"}
   -> T leaf ['id'] must be an array or a number | of type str | None in batch_axes
 W, LENGTHS -> V All leaves of the batch must have one length
@@ -198,8 +199,10 @@ W, "abc" -> V hold arrays | none with an axis: the only leaf is of type str
   | Pass the batch
 W, {"t": W} -> V hold arrays | none with an axis: leaf ['t'] is a scalar
   | Pass the batch
-W, {"table": np.ones(11), "x": X} -> V but leaf ['table'] has shape (11,)
-  | 1 or 11; or | leaf ['table'] None in
+W, {"table": np.ones(11), "x": X}, fun=lambda w, b: w * jnp.std(b["table"])
+  -> V num_microbatches=2 must divide | if rows meet, but leaf ['table'] has shape (11,)
+  | rows meet at | Use 1 or 11; or, | leaf ['table'] None in | drop the last row, or
+  | add 1 row that a mask leaves out of the loss: jnp.where(mask
 accumulator_dtype=jnp.int32 -> T must be a | int32 | Use float32
 accumulator_dtype=jax.dtypes.prng_key -> T must be a floating | prng_key | Use float32
 k=None -> T One of num_microbatches and microbatch_size must be given | neither was
@@ -210,8 +213,9 @@ k=None, microbatch_size=0 -> V microbatch_size must be at least 1 | it is 0
   | how many rows
 k=None, microbatch_size=2.0 -> T microbatch_size must be an int | 2.0
   | Pass how many rows
-W, X, k=None, microbatch_size=5
-  -> V microbatch_size=5 must divide the batch | shape (8,) | Use 1, 2, 4 or 8.
+W, X, k=9 -> V num_microbatches=9 must divide | shape (8,) | Use 1, 2, 4 or 8.
+W, X[:7], fun=lambda w, x: w * jnp.std(x), k=None, microbatch_size=2
+  -> V num_microbatches=4 must | shape (7,) | rows meet at | Use 1 or 7. | add 1 row
 W, fun=lambda w: jnp.mean(X * w) -> V fun must take its batch: what it closes
 residual_bytes=-1
   -> V residual_bytes must be a number of bytes | it is -1 | Leave it out
