@@ -2,6 +2,7 @@
 
 import enum
 import itertools
+import re
 import warnings
 
 import jax
@@ -284,8 +285,8 @@ def test_what_the_partitioner_cannot_do_is_computed_of_all_rows_and_said(monkeyp
     with pytest.warns(UserWarning, match=rf"all rows at once.*{why}"):
         got = ga.value_and_grad(loss, 4, has_aux=True)(W, X)
     assert off(got, want) == 0
-    with pytest.raises(ValueError, match=f"batch_dependencies needs.*{why}"):
-        ga.batch_dependencies(loss, 4, has_aux=True)(W, X)
+    report = ga.batch_dependencies(loss, 4, has_aux=True)(W, X)
+    assert re.search(why, report.undivided)
 
     def squares(fun):
         return lambda *args: (fun(*args) ** 2).sum()
