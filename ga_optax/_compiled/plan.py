@@ -380,13 +380,13 @@ def _page(
                 "assumes that memory falls. A candidate that was not compiled may fit. "
                 "To be sure, pass the other candidates one at a time."
             )
-    lines += _notes([c for c in candidates if c.num_microbatches > 1 and not c.error])
+    lines += _of_candidates([c for c in candidates if c.num_microbatches > 1 and not c.error])
     return "\n".join(
         [*_text.columns(table), verdict, *itertools.chain(*map(_text.wrap, lines))]
     )
 
 
-def _notes(compiled: Sequence[Candidate]) -> list[str]:
+def _of_candidates(compiled: Sequence[Candidate]) -> list[str]:
     """Each note once, with the candidates that have it, unless all do."""
     lines = []
     for note in dict.fromkeys(note for c in compiled for note in c.notes):
