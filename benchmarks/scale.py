@@ -32,7 +32,7 @@ from reference_model import Config
 
 import ga_optax as ga
 
-K, DEVICES = 16, 64
+K, DEVICES, REPLICAS = 16, 64, 8
 SIZES = {
     "decoder_1b": Config(2048, 32, 8, 8192, 16, 128256, 4096, 1),
     "decoder_8b": Config(4096, 32, 8, 14336, 32, 128256, 4096, 1),
@@ -51,11 +51,13 @@ class Way(NamedTuple):
       name: the name.
       gradient: the loss and the gradient of a window.
       is_sharded: True if the parameters lie sharded, and not only Adam's state.
+      replicas: how many times all parameters lie on the devices, if sharded.
     """
 
     name: str
     gradient: peers.Gradient
     is_sharded: bool = True
+    replicas: int = 1
 
 
 def ways(config: Config, specs: Any) -> Iterator[Way]:
@@ -74,6 +76,11 @@ def ways(config: Config, specs: Any) -> Iterator[Way]:
         axis = ga.DataAxis("data", param_specs=specs, sync=sync)
         name = f'ga_optax, param_specs, sync="{sync}"'
         yield Way(name, ga.value_and_grad(loss, K, data_axis=axis))
+    # A device of each host has a replica's shard: in a host each micro-step
+    # communicates, between hosts the window.
+    axis = ga.DataAxis(("replica", "data"), param_specs=specs, sync="each")
+    name = f'ga_optax, param_specs, sync="each", {REPLICAS} replicas'
+    yield Way(name, ga.value_and_grad(loss, K, data_axis=axis), replicas=REPLICAS)
     for sync in ("each", "last"):
         axis = ga.DataAxis("data", grad_specs=specs, sync=sync)
         name = f'ga_optax, grad_specs, sync="{sync}"'
@@ -119,10 +126,8 @@ def step_of(way: Way, opt: Any) -> Any:
 def measure(config: Config) -> Iterator[dict[str, Any]]:
     """What one device needs and sends in a step, for each target and way."""
     params = jax.eval_shape(lambda: reference_model.init(config))
-    mesh = AbstractMesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
     specs = accelerators.sharded_last(params, DEVICES)
     rows = accelerators.shape((K * DEVICES, config.length + 1), jnp.int32)
-    rows = accelerators.on_mesh(rows, mesh, P("data"))
     num_bytes = peers.tree_bytes(params)
     for name, target in TARGETS.items():
         options = accelerators.OPTIONS.get(target[:3])
@@ -130,11 +135,14 @@ def measure(config: Config) -> Iterator[dict[str, Any]]:
         for way in ways(config, specs):
             opt, step = step_of(way, optax.adam(1e-3))
             state = params, jax.eval_shape(opt.init, params)
+            mesh = mesh_of(way.replicas)
             whole, split = (
                 accelerators.sharded_last(state, n) for n in (2**40, DEVICES)
             )
             layout = split if way.is_sharded else (whole[0], split[1])
-            args = accelerators.on_mesh(state, mesh, layout), rows
+            args = accelerators.on_mesh(
+                (state, rows), mesh, (layout, P(mesh.axis_names))
+            )
             row: dict[str, Any] = {"million_parameters": num_bytes / 4e6}
             row |= {"target": name, "way": way.name, "fits": "no"}
             row |= dict.fromkeys(["needed_gb", "sent_gb", "over_gradient", "kinds"])
@@ -153,6 +161,14 @@ def measure(config: Config) -> Iterator[dict[str, Any]]:
                 "over_gradient": kinds.total() / num_bytes,
                 "kinds": ", ".join(f"{k} {n / 1e9:.1f}" for k, n in kinds.items()),
             }
+
+
+def mesh_of(replicas: int) -> AbstractMesh:
+    """The mesh of all devices, of which each group has all parameters."""
+    if replicas == 1:
+        return AbstractMesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
+    sizes, names = (replicas, DEVICES // replicas), ("replica", "data")
+    return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * 2)
 
 
 def sent(text: str) -> collections.Counter[str]:

@@ -75,6 +75,13 @@ FAULTS = """
 @ _devices/collectives.py: test_law
 * gradients stay in the host's memory
 + def on_device(...): return given[0]
+@ _calls/engine.py: test_devices
+* replicas of shards draw for rows of others
+-     if of_rows or by_place or not call.devices.replicas:
++     if of_rows or not call.devices.replicas:
+* replicas of shards are summed in each micro-step
+-     if of_rows or by_place or not call.devices.replicas:
++     if call.num_parts:
 @ _calls/engine.py: test_law_devices
 * a table that a loss closes over is refused
 -     except ManualAxisError as error:

@@ -31,6 +31,7 @@ class Devices(NamedTuple):
         binds them, or if there are none.
       number: how many devices there are along the data axes.
       each: True if the backward pass of every micro-step merges over devices.
+      inner: the axes over which the compiler does so in a region of other axes.
       scatters: True if every micro-step adds its gradient to a sharded sum.
       logical: the number of logical devices on this one; 0 if there are none.
       is_checked: True in a `shard_map` that checks over which axes values vary.
@@ -47,6 +48,7 @@ class Devices(NamedTuple):
     mesh: Any = None
     number: int = 1
     each: bool = False
+    inner: Axes = ()
     scatters: bool = False
     logical: int = 0
     is_checked: bool = False
@@ -155,27 +157,53 @@ class Devices(NamedTuple):
         some = enumerate(self.gradients if self.scatters and self.bound else ())
         return {i: x for i, x in some if x.dims}
 
+    @property
+    def replicas(self) -> Axes:
+        """The axes that shard no parameter, if each micro-step merges over others."""
+        sharded = {name for place in self.params for name in place.axes}
+        known = self.by_compiler and sharded and not meshes.explicit_names(self.mesh)
+        return tuple(name for name in self.axes if known and name not in sharded)
+
+    def over_replicas(self) -> "Devices":
+        """The devices that merge over replicas once, and in each micro-step inside."""
+        axes, whole = self.replicas, [Placement()] * len(self.params)
+        return self._replace(
+            axes=axes,
+            inner=tuple(name for name in self.axes if name not in axes),
+            number=meshes.num_devices(axes, self.mesh),
+            each=False,
+            params=whole,
+            gradients=whole,
+        )
+
+    @property
+    def compiled(self) -> tuple[Axes, Any]:
+        """The axes over which the compiler merges here, and the mesh it works on."""
+        if self.inner and self.mesh is None:
+            return self.inner, jax.sharding.get_abstract_mesh()
+        return (self.axes if self.by_compiler else ()), self.mesh
+
     def where(self, names: Sequence[str]) -> DeviceContext:
         """The devices as a loop has to know them, for parameters of these names."""
-        gathers = self.by_compiler and not meshes.explicit_names(self.mesh)
+        axes, mesh = self.compiled
+        gathers = axes and not meshes.explicit_names(mesh)
         return DeviceContext(
             names=names,
             axes=self.bound,
             placements=self.gradients if self.bound else (),
             scattered=self.scattered,
             logical=self.logical,
-            gathered=ParamSharding(self.specs, self.axes, self.mesh)
-            if gathers
-            else None,
+            gathered=ParamSharding(self.specs, axes, mesh) if gathers else None,
             shards=self.shards,
-            split_by_compiler=self.by_compiler or self.distributed,
+            split_by_compiler=bool(axes) or self.distributed,
         )
 
     def split(self, x: Any, k: int, axis: int, strided: bool | None) -> jax.Array:
         """An array as `[k, ...]`, with the rows of k micro-batches along axis 0."""
-        if self.mesh is None:
+        axes, mesh = self.compiled
+        if mesh is None:
             return membership.split(x, k, axis, strided)
-        return collectives.split_shards(x, k, self.axes, self.mesh, axis)
+        return collectives.split_shards(x, k, axes or self.axes, mesh, axis)
 
     def flat(self, acc: Accumulator) -> Any:
         """An accumulator of this device alone, whose total is a list."""
@@ -190,8 +218,8 @@ class Devices(NamedTuple):
         leaves, structure = jax.tree.flatten(total)
         for i, place in self.scattered.items():
             leaves[i] = collectives.part(leaves[i], place, zero)
-        if self.mesh is not None:
-            leaves = collectives.constrain(leaves, list(self.specs), self.mesh)
+        if (mesh := self.compiled[1]) is not None:
+            leaves = collectives.constrain(leaves, list(self.specs), mesh)
         return structure.unflatten(leaves)
 
 

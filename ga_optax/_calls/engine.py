@@ -155,6 +155,7 @@ def value_and_grad(
 
 def over_micro_batches(micro_batch: MicroBatch) -> Pair:
     """`((loss, aux), gradients)` by loops over the micro-batches."""
+    micro_batch = _over_replicas(micro_batch)
     call, closed, out, part, strided, _ = micro_batch
     split: Any = meshes.split_spec(call.devices.axes)
     specs: Any = [split if isinstance(x, Rows) else WHOLE for x in part.layouts]
@@ -170,6 +171,21 @@ def over_micro_batches(micro_batch: MicroBatch) -> Pair:
     if not call.sums:
         return value, outcome.acc
     return value, (outcome.acc, rows.gradients(call, outcome.rows, strided))
+
+
+def _over_replicas(micro_batch: MicroBatch) -> MicroBatch:
+    """The micro-batch of one replica of the shards, if parameters have replicas.
+
+    It holds other rows than that of all devices. So nothing may depend on which these
+    are: no draw for each row, no result and no gradient with rows.
+    """
+    call, part = micro_batch.call, micro_batch.part
+    of_rows = call.rows or any(isinstance(x, Rows) for x in part.layouts)
+    by_place = read.num_readers(part.jaxpr, part.jaxpr.invars[-1])
+    if of_rows or by_place or not call.devices.replicas:
+        return micro_batch
+    devices = call.devices.over_replicas()
+    return micro_batch._replace(call=call._replace(devices=devices))
 
 
 # -- The stations ----------------------------------------------------------------------
@@ -325,7 +341,7 @@ def run(scheduled: Scheduled) -> Outcome:
         for g, x in zip(out.acc.total, leaves, strict=True)
     )
     # Without the specs of the parameters XLA may sum up whole gradients.
-    grads = grads if call.devices.mesh is None else call.devices.shard(grads)
+    grads = call.devices.shard(grads) if call.devices.compiled[1] else grads
     return out._replace(acc=grads)
 
 

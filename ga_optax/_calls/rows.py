@@ -80,8 +80,9 @@ def split(
         arguments = _arguments(call, jaxpr, rows)
         return partition(jaxpr, arguments, axis, PARTIAL, layouts)
 
-    if devices.by_compiler:
-        return of(lambda x, d: devices.number), False
+    merged, mesh = devices.compiled
+    if merged:
+        return of(lambda x, d: meshes.num_devices(merged, mesh)), False
     strided = False if is_open(jaxpr) else devices.distributed
     far = None if strided is False else of(lambda x, d: x.aval.shape[d] // size)
     if strided and far and (far.in_gradient is None or split_by_type(call)):

@@ -42,9 +42,10 @@ class DataAxis:
       sync: "last" merges once, after the loop. "each" merges in every micro-step, for
         sharded parameters that do not fit in memory whole. The program is then a
         program for one device on micro-batches of all devices (keys and aux too), and
-        the compiler distributes it. Inside `shard_map` `fun` has to gather the
-        parameters, and a weight of 0 does not keep a NaN out. (For `grad_specs` see
-        above.)
+        the compiler distributes it. An axis that shards no parameter, beside one that
+        does, merges once in `value_and_grad`: replicas of shards (HSDP). Inside
+        `shard_map` `fun` has to gather the parameters, and a weight of 0 does not keep
+        a NaN out. (For `grad_specs` see above.)
       logical_devices: for `accumulate` alone, a power of two L. A call is then computed
         as L devices would compute it, bit for bit, on any number of devices that
         divides L: rows, micro-batches, keys and the order of every sum.

@@ -232,6 +232,41 @@ def test_sharded_parameters_cost_one_gather_and_one_reduce_scatter(kind, k):
     assert got[1]["layers"].addressable_shards[0].data.shape[1] == WIDTH // 8
 
 
+def by_draw(params, batch):
+    h = model(params, batch)
+    draw = jax.random.bernoulli(jax.random.key(1), 0.5, h.shape)
+    return jnp.mean(jnp.where(draw, h, 0) ** 2)
+
+
+def over_replicas(collectives):
+    """Those that sum over the replicas of shards."""
+    return [c for c in collectives if "replica" in (c.axes or ())]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("loss", [mean_loss, token_loss])
+@pytest.mark.parametrize("axes", [BOTH, BOTH[::-1]])
+def test_replicas_of_shards_are_summed_once_a_window(loss, axes):
+    mesh = mesh_of(2, 2, names=BOTH)
+    data_axis = ga.DataAxis(axes, param_specs=SHARDED, sync="each")
+    options = {"axes": axes, "loss": loss, "data_axis": data_axis}
+    audit, _ = window(mesh, 4, SHARDED, **options)
+    sums = over_replicas(audit.collectives)
+    assert {c.kind for c in sums} == {"all-reduce"}
+    assert not over_replicas(audit.in_loop)
+    assert {c.kind for c in audit.in_loop} >= {"all-gather", "all-reduce"}
+    # A shard of the matrices, the whole bias, the loss; and the number of tokens.
+    scalars = SCALARS + 4 * (loss is token_loss)
+    assert sent(sums)["all-reduce"] == MATRICES // 2 + 4 * WIDTH + scalars
+
+
+def test_replicas_are_summed_in_each_micro_step_if_the_place_of_a_row_matters():
+    mesh = mesh_of(2, 2, names=BOTH)
+    data_axis = ga.DataAxis(BOTH, param_specs=SHARDED, sync="each")
+    audit, _ = window(mesh, 4, SHARDED, axes=BOTH, loss=by_draw, data_axis=data_axis)
+    assert over_replicas(audit.in_loop)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_sync_each_reduces_in_every_micro_step(kind):
     specs = SHARDED if kind == AxisType.Auto else None
