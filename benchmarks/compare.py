@@ -48,6 +48,9 @@ def cases() -> Iterator[tuple[str, Case]]:
     args = losses.arguments(ROWS, jnp.float32, WIDTH)
     for name, row in losses.LOSSES.items():
         yield name, (row.value, *args)
+    low = in_dtype((losses.hidden, *args), jnp.bfloat16)[2]
+    cast = losses.LOSSES["routed_layers"].value
+    yield "routed_layers, which cast their weights", (cast, args[0], low)
     for body in scans.BODIES:
         for how in (scans.How(8), scans.How(8, remat=True)):
             name = f"scan {body.__name__}{', remat' * how.remat}"
