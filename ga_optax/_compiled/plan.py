@@ -380,7 +380,8 @@ def _page(
                 "assumes that memory falls. A candidate that was not compiled may fit. "
                 "To be sure, pass the other candidates one at a time."
             )
-    lines += _of_candidates([c for c in candidates if c.num_microbatches > 1 and not c.error])
+    some = [c for c in candidates if c.num_microbatches > 1 and not c.error]
+    lines += _of_candidates(some)
     return "\n".join(
         [*_text.columns(table), verdict, *itertools.chain(*map(_text.wrap, lines))]
     )
