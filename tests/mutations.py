@@ -88,8 +88,8 @@ FAULTS = """
 +     except ZeroDivisionError as error:
 @ _partition/loops.py: test_law_devices
 * a scan over rows in several segments has all rows
-- if how.length % (rows.segments * w.axis.size):
-+ if rows.segments > 1 or how.length % w.axis.size:
+- if how.length % (rows.segments * unit(w.axis.parts)):
++ if rows.segments > 1 or how.length % unit(w.axis.parts):
 @ _partition/moves.py: test_table
 * what moves along other axes, too, is a move of rows
 -     kept = {way.outs[i] for way in factors.of_equation(e)}  # axes that stay
@@ -105,12 +105,11 @@ FAULTS = """
 + def num_readers(...): return 1
 @ _partition/reductions.py: test_law_mended
 * extrema are taken for stopped
-+ def _only_stopped(...): return True
+- if not v.smooth or e.outvars[0] not in w.given:
++ if v is not None:
 * an extremum lies where it was taken
 - is_own &= all(kept[d] == place for d, place in axes.items())
 + is_own &= len(axes) <= len(kept)
-- if not v.smooth or e.outvars[0] not in w.given:
-+ if v is not None:
 * an extremum that no row attains in a later level
 - later = not any(v.params for v in vs) and any(map(_is_of_rows, vs))
 + later = False
@@ -132,7 +131,7 @@ FAULTS = """
 + if True:
 @ _partition/partitioned.py: test_law_mended
 * a loss without an aux is the sum of its parts, whatever they are
-- scaled = [i for i, v in enumerate(out) if v.scaled]
+- scaled = [i for i, v in enumerate(out) if v.scaled and axis.is_even]
 + scaled = [i for i, v in enumerate(out) if v.scaled and len(out) > 1]
 @ _partition/custom.py: test_law_rules
 * a package whose name begins with that of JAX is JAX
@@ -582,9 +581,9 @@ FAULTS = """
 + except RowsMeet as error:  # of the rule
 @ _calls/engine.py: test_law_told
 * what JAX refuses is said to be a fault of the library first
-- out = undivided(call)
+- out = undivided(call, plan)
 + warn("The gradient is computed of all rows at once")
-+     out = undivided(call)
++         out = undivided(call, plan)
 @ _verify/diagnosis.py: test_dtypes
 * keys are taken for counts of tokens
 - if axis is None or not is_real(leaf.dtype):

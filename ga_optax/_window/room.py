@@ -90,6 +90,13 @@ def planned(
     return dataclasses.replace(_less(marked, most), unlimited=full)
 
 
+def has_room(schedule: Schedule, of_step: Callable[[], int], limit: int | None) -> bool:
+    """True if a schedule stores something, and no more than the limit of residuals."""
+    stored = sum(b.nbytes + b.of_cotangent for b in schedule.buffers)
+    most = max(of_step(), LITTLE) if limit is None else limit
+    return 0 < stored <= most
+
+
 # -- Lives -----------------------------------------------------------------------------
 
 

@@ -50,13 +50,12 @@ def shares(jaxpr: core.Jaxpr, operands: Operands) -> bool:
 
 def is_small(values: Evaluation) -> bool:
     """True if what the plan stores has the room that residuals have."""
-    jaxpr, buffers = values.program.jaxpr, values.schedule.buffers
-    stored = sum(b.nbytes + b.of_cotangent for b in buffers)
-    limit = values.residual_bytes
-    if limit is None:
-        of_step = cost.of_a_step(jaxpr, jaxpr.invars[: len(values.of_params)])
-        limit = max(of_step, room.LITTLE)
-    return 0 < stored <= limit
+    jaxpr = values.program.jaxpr
+
+    def of_step() -> int:
+        return cost.of_a_step(jaxpr, jaxpr.invars[: len(values.of_params)])
+
+    return room.has_room(values.schedule, of_step, values.residual_bytes)
 
 
 def run(values: Evaluation) -> Outcome:
