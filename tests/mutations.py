@@ -380,7 +380,7 @@ FAULTS = """
 + return math.floor(k) if math.isfinite(k) else k
 @ _devices/meshes.py: test_refused
 * a spec may have more entries than dimensions
-- if specs is not None and len(spec or ()) > jnp.ndim(leaf):
+- if specs is not None and spec is not None and len(spec) > jnp.ndim(leaf):
 + if False:
 @ _partition/values.py: test_law
 * the last micro-batch draws and counts from its first row
@@ -392,8 +392,8 @@ FAULTS = """
 + operands = operands._replace(acc=operands.acc)
 @ _partition/writer.py: test_law
 * each micro-batch adds an equal share, however many rows it has
-- size = parts if self.axis.is_even else parts.total / parts.rows
-+ size = parts if self.axis.is_even else 4
+- size = parts.total / parts.rows if isinstance(parts, Uneven) else parts
++ size = 4 if isinstance(parts, Uneven) else parts
 @ _checks.py: test_refused
 * a type passes for an array
 - if isinstance(x, jax.ShapeDtypeStruct):

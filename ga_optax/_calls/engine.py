@@ -329,8 +329,8 @@ def run(scheduled: Scheduled) -> Outcome:
     call = micro_batch.call
     if plan is None:
         out = loop.run(program, operands, context, begins=True, merges=True)
-        if micro_batch.last is not None:
-            out = _with_last(micro_batch, out)
+        if (last := micro_batch.last) is not None:
+            out = _with_last(micro_batch, last, out)
     else:
         out = window.run(plan)
         if call.sees is None:
@@ -345,9 +345,9 @@ def run(scheduled: Scheduled) -> Outcome:
     return out._replace(acc=grads)
 
 
-def _with_last(micro_batch: MicroBatch, some: Outcome) -> Outcome:
+def _with_last(micro_batch: MicroBatch, last: Partitioned, some: Outcome) -> Outcome:
     """The outcome of the other micro-batches, and of the last one, which is smaller."""
-    call, part, last = micro_batch.call, micro_batch.part, micro_batch.last
+    call, part = micro_batch.call, micro_batch.part
     one = micro_batch._replace(call=call.of_last(), part=last, last=None)
     _, program, operands, context = rewrite(one)
     operands = operands._replace(acc=some.acc)

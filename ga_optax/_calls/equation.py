@@ -301,9 +301,11 @@ def _call(
         rows=len(moved),
         sums=True,
     )
-    rows = jnp.shape(xs[batch[0]])[divided.axes[batch[0]]] if batch else 0
-    is_even = devices.axes or not isinstance(rows, int) or rows % number == 0
-    return call if is_even else call.in_pieces(rows, number)
+    pairs = zip(call.batch, call.split_axes, strict=True)
+    lengths = [jnp.shape(x)[axis] for x, axis in pairs]
+    # If one is not even, all have the rows of the batch, see `batches`.
+    uneven = [n for n in lengths if isinstance(n, int) and n % number]
+    return call.in_pieces(uneven[0], number) if uneven and not devices.axes else call
 
 
 def _unknown(*args: Any) -> None:

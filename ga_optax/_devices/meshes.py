@@ -269,7 +269,7 @@ def placements(
     sizes, result = _sizes(mesh), []
     for (name, leaf), spec in zip(leaves, leaf_specs, strict=True):
         entries = enumerate([] if spec is None else list(spec))
-        if specs is not None and len(spec or ()) > jnp.ndim(leaf):
+        if specs is not None and spec is not None and len(spec) > jnp.ndim(leaf):
             raise ValueError(
                 f"{option} must fit the parameters, but {spec} has {len(spec)} "
                 f"entries, and {name} has shape {jnp.shape(leaf)}. Pass a spec with at "

@@ -45,6 +45,11 @@ class Axis(NamedTuple):
             raise RowsMeet
         return self.parts
 
+    @property
+    def env(self) -> list[tuple[str, int]]:
+        """The axes that are bound where programs of micro-batches are traced."""
+        return [(self.name, self.size)] if self.is_even else []
+
     def is_meeting(self, e: core.JaxprEqn) -> bool:
         """True if an equation is a collective over the axis, in which rows meet."""
         return self.name in read.axes_of(e) or meeting_of(e) is not None

@@ -44,7 +44,7 @@ def _number(w: Writer, function: Divided, vs: list[Value]) -> int:
     same = [v.dim == d for v, d in pairs]
     if not any(same):
         return function.number
-    if not all(same):
+    if not (all(same) and w.axis.is_even):  # the last might have another number
         return 1
     v, d = pairs[0]
     rows = length_of(v.shape[d], w.axis.parts)

@@ -132,7 +132,7 @@ def _written(
         texts[:] = map(labels.in_words, values)
         return [*in_layouts(here, out, layouts), *(v.x for v in values)]
 
-    closed = jax.make_jaxpr(run, axis_env=[tuple(w.axis[:2])])(*types)
+    closed = jax.make_jaxpr(run, axis_env=w.axis.env)(*types)
     closed = labels.labelled(closed, texts)
     meets = any(map(w.axis.meets, closed.jaxpr.eqns))
     live = read.live(closed.jaxpr)

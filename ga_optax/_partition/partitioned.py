@@ -15,6 +15,7 @@ from ga_optax._partition.values import (
     WHOLE,
     Layout,
     Rows,
+    Uneven,
     Value,
     local_shape,
     type_here,
@@ -121,7 +122,7 @@ class _Whole(NamedTuple):
 
         def run(xs: Sequence[Any], index: Any) -> list[Any]:
             rules = table.RULES._replace(operands=some) if some else table.RULES
-            if not axis.is_even:
+            if isinstance(axis.parts, Uneven):
                 index = index + axis.parts.before
             scope = Scope(forbids_collectives=not axis.is_even)
             w = Writer(axis, index, rules, Records(), scope)
@@ -150,8 +151,7 @@ class _Whole(NamedTuple):
         number = jax.ShapeDtypeStruct((), jnp.int32)
         for x in types:
             number = type_here(number, (), x)
-        env = [(axis.name, axis.size)] if axis.is_even else []
-        trace = jax.make_jaxpr(run, axis_env=env)
+        trace = jax.make_jaxpr(run, axis_env=axis.env)
         closed = trace(types, number)
         return labels.labelled(closed, found["labels"]), found
 

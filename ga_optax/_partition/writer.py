@@ -21,6 +21,7 @@ from ga_optax._partition.values import (
     Results,
     Rows,
     RowsMeet,
+    Uneven,
     Value,
     local_shape,
     rows_of,
@@ -187,7 +188,7 @@ class Writer:
         if number == 0:  # made here: it is nothing that waits for other loops
             return jnp.zeros_like(v.x, v.aval.dtype)
         parts = self.axis.parts
-        size = parts if self.axis.is_even else parts.total / parts.rows
+        size = parts.total / parts.rows if isinstance(parts, Uneven) else parts
         size = jnp.asarray(size, v.aval.dtype)
         return jax.lax.div(
             jnp.asarray(v.x, v.aval.dtype), jnp.broadcast_to(size, v.shape)
