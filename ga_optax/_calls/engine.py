@@ -44,7 +44,6 @@ from ga_optax._loop.loss import DeviceContext, LossProgram, Operands, run_passes
 from ga_optax._loop.run import Outcome
 from ga_optax._partition import (
     Axis,
-    Layout,
     Partitioned,
     Rows,
     RowsMeet,
@@ -234,8 +233,8 @@ def _without_mesh(make: Callable[..., Any], types: Any, error: Exception) -> Any
     return closed, out
 
 
-def partition(traced: Traced, layouts: Sequence[Layout] | None = None) -> MicroBatch:
-    """Partitions the program over micro-batches, with results in these layouts.
+def partition(traced: Traced, like: Partitioned | None = None) -> MicroBatch:
+    """Partitions the program over micro-batches, with results in the layouts of `like`.
 
     Raises if an option, or the number of rows, does not fit a loss whose rows meet; the
     error names the line.
@@ -247,7 +246,7 @@ def partition(traced: Traced, layouts: Sequence[Layout] | None = None) -> MicroB
     # Where rows must not meet, they may in what nobody reads.
     jaxpr, last = read.live(jaxpr) if call.rest else jaxpr, None
     try:
-        part, strided = rows.split(call, jaxpr, layouts)
+        part, strided = rows.split(call, jaxpr, like)
         if call.rest:
             last = rows.of_neighbours(call, jaxpr, rows.parts_of(call, True), part)
             if not _are_alike(part, last):
@@ -296,7 +295,8 @@ def schedule(rewritten: Rewritten) -> Scheduled:
     """
     (call, *_, part, _, last), program, operands, context = rewritten
     may_share = call.options.optimize and last is None and not call.devices.bound
-    if not part.meets and not (may_share and window.shares(program.jaxpr, operands)):
+    of_rows = program.jaxpr.invars[-len(operands.batch) :]
+    if not part.meets and not (may_share and read.shares_much(program.jaxpr, of_rows)):
         return Scheduled(rewritten, None)
     loss, room = MeetingLoss(program, rows.AXIS, call.size), call.options.residual_bytes
     plan = window.prepared(loss, operands, context, room)
@@ -388,12 +388,12 @@ def on_devices(
     At top level with a data axis the stations run in a region of the mesh. Types in the
     region differ, so `fun` is traced once more, with results in the same layouts.
     """
-    call, layouts = micro_batch.call, micro_batch.part.layouts
+    call = micro_batch.call
     if not call.devices.maps:
         return stations(micro_batch)
 
     def on_device(inner: Call) -> Any:
-        return stations(partition(trace(inner.on_device()), layouts))
+        return stations(partition(trace(inner.on_device()), micro_batch.part))
 
     consts = micro_batch.closed.consts
     return over_mesh(

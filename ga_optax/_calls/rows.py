@@ -58,9 +58,9 @@ def types_of_all(call: Call) -> list[Any]:
 
 
 def split(
-    call: Call, jaxpr: Any, layouts: Sequence[Layout] | None = None
+    call: Call, jaxpr: Any, like: Partitioned | None = None
 ) -> tuple[Partitioned, bool | None]:
-    """The program of a micro-batch, with results in these layouts, if there are any.
+    """The program of a micro-batch, with results in the layouts of `like`, if given.
 
     Returns: the program; True if a micro-batch holds every k-th row, False if it holds
     neighbours, None if the program is the same in both cases.
@@ -78,7 +78,7 @@ def split(
         rows = [Rows(d, segments(x, d)) for x, d in zip(batch, axes, strict=True)]
         # Each micro-batch adds its part of the loss.
         arguments = _arguments(call, jaxpr, rows)
-        return partition(jaxpr, arguments, axis, PARTIAL, layouts)
+        return partition(jaxpr, arguments, axis, PARTIAL, like)
 
     merged, mesh = devices.compiled
     if merged:
@@ -107,9 +107,7 @@ def of_neighbours(
     labels, draws = bool(call.sees), config.whole_draws
     axis = Axis(AXIS, parts, LONGEST, draws_whole=draws, labels=labels)
     arguments = _arguments(call, jaxpr, list(map(Rows, call.split_axes)))
-    if like is None:
-        return partition(jaxpr, arguments, axis, PARTIAL)
-    return partition(jaxpr, arguments, axis, layouts=like.layouts, cut=like.cut)
+    return partition(jaxpr, arguments, axis, PARTIAL, like)
 
 
 def is_open(jaxpr: Any) -> bool:

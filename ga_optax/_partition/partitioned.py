@@ -71,8 +71,7 @@ def partition(
     arguments: Sequence[Argument],
     axis: Axis,
     first: Layout | None = None,
-    layouts: Sequence[Layout] | None = None,
-    cut: frozenset[created.Root] | None = None,
+    like: Partitioned | None = None,
 ) -> Partitioned:
     """Partitions a program, of which the constants are the first arguments.
 
@@ -81,17 +80,16 @@ def partition(
       arguments: its arguments.
       axis: the axis of the micro-batches.
       first: the layout of the first result; None for the one in which it is computed.
-      layouts: the layouts of all results, as another `Partitioned` has them. If None,
-        each but the first stays in the layout in which it is computed, and those are
-        whole whose parts may add up to NaN.
-      cut: the arrays that the program creates and that have rows, as another
-        `Partitioned` has them; None for the best.
+      like: a program whose results have the same layouts. If rows are uneven, what it
+        creates has rows in the same places. If None, each result but the first stays
+        in the layout in which it is computed, and those are whole whose parts may add
+        up to NaN.
     """
     split = ((a.layout, a.aval) for a in arguments if isinstance(a.layout, Rows))
     some = next((created.Created(x, of.shape[x.dim]) for x, of in split), None)
-    whole = _Whole(jaxpr, arguments, axis, first, layouts)
-    if cut is not None and some is not None:
-        return whole.partitioned(dataclasses.replace(some, cut=cut))
+    whole = _Whole(jaxpr, arguments, axis, first, like and like.layouts)
+    if like is not None and some is not None and not axis.is_even:
+        return whole.partitioned(dataclasses.replace(some, cut=like.cut))
     return created.best(whole.partitioned, lambda x: _cost(x.jaxpr, axis), some)
 
 

@@ -108,6 +108,36 @@ def work(equation: core.JaxprEqn) -> float:
     return float(largest if is_cheap(equation) else _DEEP * largest)
 
 
+LITTLE = 1 / 20  # of the work of the rows
+
+
+def shares_much(jaxpr: core.Jaxpr, rows: Iterable[Any]) -> bool:
+    """True if more than a little of the work of a program needs no rows.
+
+    `rows` are the arguments that have rows.
+    """
+    shared, of_rows = _shared_and_other(jaxpr, set(rows))
+    return shared > LITTLE * of_rows
+
+
+def _shared_and_other(jaxpr: core.Jaxpr, of_rows: set[Any]) -> tuple[float, float]:
+    """The work of equations that are not cheap and read no rows; and of the others."""
+    shared = other = 0.0
+    for e in jaxpr.eqns:
+        its = [is_among(x, of_rows) for x in e.invars]
+        if not any(its):
+            shared += 0.0 if is_cheap(e) else work(e)
+        elif is_inline(e):
+            [inside] = inner_programs(e)
+            some = set(itertools.compress(inside.invars, its))
+            both = _shared_and_other(inside, some)
+            shared, other = shared + both[0], other + both[1]
+        else:
+            other += work(e)
+        of_rows.update(e.outvars if any(its) else ())
+    return shared, other
+
+
 def name_of(equation: core.JaxprEqn) -> str:
     """The name of the primitive of an equation, or of one that the primitive hides."""
     hidden = equation.params.get("_prim")

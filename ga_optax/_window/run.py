@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 
 from ga_optax._loop import run as loop
 from ga_optax._loop.folds import of_last_device
@@ -28,7 +27,7 @@ from ga_optax._window.backward import Wanted
 from ga_optax._window.evaluation import Arrays, Buffers, Evaluation, MeetingLoss
 from ga_optax._window.runs import stages
 from ga_optax._window.schedule import Level, Schedule
-from ga_optax._window.shared import has_much, share
+from ga_optax._window.shared import share
 
 
 def prepared(
@@ -41,11 +40,6 @@ def prepared(
     values = Evaluation(loss, operands, devices, residual_bytes)
     values.schedule = _planned(values)
     return values
-
-
-def shares(jaxpr: core.Jaxpr, operands: Operands) -> bool:
-    """True if much of the work of a micro-batch's program needs no rows."""
-    return has_much(jaxpr, jaxpr.invars[len(jaxpr.invars) - len(operands.batch) :])
 
 
 def is_small(values: Evaluation) -> bool:

@@ -13,10 +13,9 @@ import collections
 import functools
 import itertools
 import operator
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from jax.extend import core
 
 from ga_optax._passes import read, rewrite
@@ -25,33 +24,6 @@ from ga_optax._window import cost, counts, cut
 from ga_optax._window.counts import LoopSets
 from ga_optax._window.meetings import is_collective
 from ga_optax._window.schedule import Schedule
-
-_LITTLE = 1 / 20  # of the work of the rows
-
-
-def has_much(jaxpr: core.Jaxpr, rows: Iterable[Any]) -> bool:
-    """True if micro-batches share more than a little of the work of a program.
-
-    `rows` are the arguments that differ between micro-batches.
-    """
-    shared, of_rows = _work(jaxpr, set(rows))
-    return shared > _LITTLE * of_rows
-
-
-def _work(jaxpr: core.Jaxpr, of_rows: set[Any]) -> tuple[float, float]:
-    """The work of equations that are not cheap and read no rows; and of the others."""
-    both = np.zeros(2)
-    for e in jaxpr.eqns:
-        its = [read.is_among(x, of_rows) for x in e.invars]
-        if not any(its):
-            both[0] += 0.0 if read.is_cheap(e) else read.work(e)
-        elif read.is_inline(e):
-            [inside] = read.inner_programs(e)
-            both += _work(inside, set(itertools.compress(inside.invars, its)))
-        else:
-            both[1] += read.work(e)
-        of_rows.update(e.outvars if any(its) else ())
-    return tuple(both)
 
 
 def share(schedule: Schedule) -> Schedule:
@@ -172,7 +144,7 @@ def _is_much(
     group_loops = functools.reduce(operator.or_, map(loops.of, group))
     shared = sum(read.work(e) * loops.of(e).bit_count() for e in group)
     rows = sum(x * (group_loops & some).bit_count() for some, x in of_rows.items())
-    return shared > _LITTLE * rows
+    return shared > read.LITTLE * rows
 
 
 def _smallest(
