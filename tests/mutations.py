@@ -197,9 +197,10 @@ FAULTS = """
 @ _window/room.py: test_law_costs
 * nothing is dropped between levels
 + def _segments(...): return ()
-@ _window/run.py: test_law_costs
+@ _passes/read.py: test_law_costs
 * products that need no rows run in each micro-batch
-+ def shares(...): return False
++ def shares_much(...): return False
+@ _window/run.py: test_law_costs
 * what needs no rows is stored, however many bytes it takes
 + def is_small(...): return True
 @ _partition/nested.py: test_law_costs
@@ -579,7 +580,7 @@ FAULTS = """
 * a rule that fails by itself is a fault of the library
 - except Exception as error:  # of the rule
 + except RowsMeet as error:  # of the rule
-@ _calls/engine.py: test_law_told
+@ _calls/undivided.py: test_law_told
 * what JAX refuses is said to be a fault of the library first
 - out = undivided(call, plan)
 + warn("The gradient is computed of all rows at once")

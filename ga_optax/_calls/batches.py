@@ -33,7 +33,6 @@ def line(call: Call, role: str, place: Argument) -> str:
 
 def is_key(leaf: Any) -> bool:
     """True for a typed array of PRNG keys."""
-    """True for a typed array of PRNG keys."""
     is_array = isinstance(leaf, jax.Array)
     return is_array and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
@@ -52,22 +51,6 @@ def named_batch(call: Call) -> list[tuple[str, Any]]:
             alone = len(places) == 1 and x is not call.at(i)
             leaves.append((name if alone else f"{name} of {argument(i)}", x))
     return leaves
-
-
-def bytes_by_layout(call: Call) -> tuple[dict[str, int], dict[str, int]]:
-    """The bytes of leaves with rows, and of leaves that go whole, by name.
-
-    Parameters, and leaves that are no arrays, are left out.
-    """
-    rows: dict[str, int] = {}
-    whole: dict[str, int] = {}
-    for (name, x), axis in zip(named_batch(call), call.batch_axes, strict=True):
-        (whole if axis is None else rows)[name] = nbytes(x)
-    for place in call.without_role:
-        for name, x in named_leaves(call.at(place)):
-            prefix = "" if x is call.at(place) else f"{name} of "
-            whole[prefix + argument(place)] = nbytes(x)
-    return rows, {name: n for name, n in whole.items() if n}
 
 
 def is_array(x: Any) -> bool:
@@ -158,7 +141,7 @@ def _check_no_lists(call: Call, axes: Sequence[int | None]) -> None:
 
 def checked_split(call: Call, hint: bool) -> Call:
     """The call, whose rows the devices and micro-batches divide; or raises."""
-    rows, came, todo = _rows(call, hint)
+    rows, came, todo = counted_rows(call, hint)
     if hint:
         call = _with_whole_keys(call, rows)
     if hint and call.options.argnums != ():
@@ -229,20 +212,6 @@ def uneven(rows: int, k: int) -> str:
     )
 
 
-def does_not_divide(call: Call, lines: Sequence[str]) -> str:
-    """The error that the last micro-batch cannot be smaller, as rows meet at lines."""
-    rows, came, _ = _rows(call, hint=True)
-    where = f", and rows meet at {lines[0]}" if lines else ""
-    k, name = call.size + 1, came.partition(" has shape")[0]
-    leaves = jax.tree.leaves(call.role("batch_argnums"))
-    more = len([x for x in leaves if np.ndim(x)]) > len(call.batch)
-    todo = f"; or, if that leaf has no rows, give {name} None in batch_axes"
-    return (
-        f"num_microbatches={k} must divide the batch axis if rows meet, but {came}"
-        f"{where}. Use {one_of(divisors(rows))}{todo * more}. {uneven(rows, k)}"
-    )
-
-
 def _with_axes(call: Call) -> list[tuple[str, Any, int]]:
     """The leaves that have rows: their names, themselves, and how many rows."""
     named = zip(named_batch(call), call.batch_axes, strict=True)
@@ -251,7 +220,7 @@ def _with_axes(call: Call) -> list[tuple[str, Any, int]]:
     ]
 
 
-def _rows(call: Call, hint: bool) -> tuple[int, str, str]:
+def counted_rows(call: Call, hint: bool) -> tuple[int, str, str]:
     """The number of rows: the length of the leaves with most bytes of the batch.
 
     Returns: the number; a leaf that has it, in words; advice if it is not the number.

@@ -12,10 +12,12 @@ from jax.extend import core
 from ga_optax._calls import advice, batches, engine, equation
 from ga_optax._calls.call import Call
 from ga_optax._calls.devices import DoesNotFitError
-from ga_optax._calls.engine import AllRows, Scheduled
+from ga_optax._calls.engine import Scheduled
 from ga_optax._calls.options import Options
 from ga_optax._calls.results import returning_pair
+from ga_optax._calls.undivided import AllRows
 from ga_optax._calls.words import explains_keywords
+from ga_optax._checks import named_leaves
 from ga_optax._devices.data_axis import DataAxis
 from ga_optax._partition import Note
 from ga_optax._passes import places, read
@@ -281,7 +283,7 @@ def batch_dependencies(
         meetings = [x for x in last.stored if x not in kept]
         passes = last.forward, last.backward, last.peak, last.room
         pieces = list(dict.fromkeys(_pieces(jaxpr)))
-        ends = *batches.bytes_by_layout(call), pieces, why
+        ends = *_bytes_by_layout(call), pieces, why
         return BatchDependencies(
             call.size, stages, meetings, kept, *notes, *passes, *ends
         )
@@ -297,6 +299,22 @@ def _pieces(jaxpr: core.Jaxpr) -> Iterator[tuple[str, int, int]]:
             rows = next(x.shape[d] for x, d in pairs if d is not None)
             yield inner.name, inner.number, rows // inner.number
             yield from _pieces(inner.program.jaxpr)
+
+
+def _bytes_by_layout(call: Call) -> tuple[dict[str, int], dict[str, int]]:
+    """The bytes of leaves with rows, and of leaves that go whole, by name.
+
+    Parameters, and leaves that are no arrays, are left out.
+    """
+    rows: dict[str, int] = {}
+    whole: dict[str, int] = {}
+    for (name, x), axis in zip(batches.named_batch(call), call.batch_axes, strict=True):
+        (whole if axis is None else rows)[name] = batches.nbytes(x)
+    for place in call.without_role:
+        for name, x in named_leaves(call.at(place)):
+            prefix = "" if x is call.at(place) else f"{name} of "
+            whole[prefix + batches.argument(place)] = batches.nbytes(x)
+    return rows, {name: n for name, n in whole.items() if n}
 
 
 def _seen(call: Call) -> tuple[Scheduled | AllRows, Any]:

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from ga_optax import accumulator
-from ga_optax._calls import advice, batches, rows
+from ga_optax._calls import advice, rows
 from ga_optax._calls.call import Call
 from ga_optax._calls.devices import DoesNotFitError
 from ga_optax._calls.region import (
@@ -38,16 +38,23 @@ from ga_optax._calls.region import (
     over_mesh,
 )
 from ga_optax._calls.second_derivatives import NoDerivativeError
+from ga_optax._calls.undivided import (
+    AllRows,
+    Pair,
+    check_options,
+    does_not_divide,
+    in_one,
+    undivided,
+    why_undivided,
+)
 from ga_optax._devices import collectives, meshes
 from ga_optax._loop import run as loop
 from ga_optax._loop.loss import DeviceContext, LossProgram, Operands, run_passes
 from ga_optax._loop.run import Outcome
 from ga_optax._partition import (
-    Axis,
     Partitioned,
     Rows,
     RowsMeet,
-    meeting_of,
     unsaid,
 )
 from ga_optax._passes import constraints, places, read, references, rowwise
@@ -121,15 +128,6 @@ class Scheduled(NamedTuple):
     plan: Evaluation | None
 
 
-class AllRows(NamedTuple):
-    """The plan of a call that is not divided, and why, in words."""
-
-    why: str
-
-
-Pair = tuple[tuple[jax.Array, Any], Any]  # ((loss, aux), gradients)
-
-
 def value_and_grad(
     call: Call, over: Callable[[MicroBatch], Pair] | None = None
 ) -> Pair:
@@ -148,8 +146,8 @@ def value_and_grad(
     except Exception as error:  # Any: a future JAX may fail in ways unknown today.
         if places.is_of_user(error) or traced.call.devices.bound:
             raise
-        plan = AllRows(_why_undivided(error))
-    return _in_one(traced.call, plan)
+        plan = AllRows(why_undivided(error))
+    return in_one(traced.call, plan)
 
 
 def over_micro_batches(micro_batch: MicroBatch) -> Pair:
@@ -252,10 +250,10 @@ def partition(traced: Traced, like: Partitioned | None = None) -> MicroBatch:
             if not _are_alike(part, last):
                 raise RowsMeet
     except RowsMeet:
-        raise _does_not_divide(call, jaxpr) from None
+        raise does_not_divide(call, jaxpr) from None
     micro_batch = MicroBatch(call, closed, out, part, strided, last)
     if call.sees is None:  # a report shows the lines, whatever the options are
-        _check_options(micro_batch)
+        check_options(micro_batch.call, micro_batch.part)
     return micro_batch
 
 
@@ -313,7 +311,7 @@ def told(scheduled: Scheduled) -> Scheduled:
     call = micro_batch.call
     if call.sees is not None:
         call.sees(scheduled)
-        _check_options(micro_batch)
+        check_options(micro_batch.call, micro_batch.part)
     elif plan is not None and micro_batch.part.meets:
         report(plan.schedule, call.options.residual_bytes is None)
     return scheduled
@@ -361,16 +359,6 @@ def _are_alike(some: Partitioned, last: Partitioned) -> bool:
     return some.layouts == last.layouts and names[0] == names[1]
 
 
-def _does_not_divide(call: Call, jaxpr: Any) -> DoesNotFitError:
-    """The error that rows meet which the micro-batches do not divide."""
-    total = rows.parts_of(call).total
-    one = rows.of_neighbours(call, jaxpr, total)  # each row by itself
-    axis = Axis(rows.AXIS, total, 0)
-    met = filter(axis.is_meeting, read.equations(one.jaxpr))
-    lines = [places.place_of(e.source_info) for e in met]
-    return DoesNotFitError(batches.does_not_divide(call, lines))
-
-
 def _indices(call: Call) -> jax.Array:
     """The number of each micro-batch of this device, among those of all devices."""
     index, axes = jnp.arange(call.num_parts, dtype=jnp.int32), call.devices.bound
@@ -399,85 +387,3 @@ def on_devices(
     return over_mesh(
         call, on_device, results=results, check_vma=False, closed_over=consts
     )
-
-
-# -- All rows at once ------------------------------------------------------------------
-
-
-def undivided(call: Call, plan: AllRows) -> Pair:
-    """`((loss, aux), gradients)` by JAX, of all rows at once."""
-    if call.sees is not None:
-        call.sees(plan)
-    fun = call.options.fun
-    argnums: Any = call.options.argnums
-    if of_rows := call.roles["batch_argnums"][: call.rows]:
-        argnums = (*call.roles["argnums"], *of_rows)
-    if argnums == ():
-        out, grads = fun(*call.args, **call.kwargs), ()
-    else:
-        allow_int = call.options.allow_int
-        of_all = jax.value_and_grad(fun, argnums, has_aux=True, allow_int=allow_int)
-        out, grads = of_all(*call.args, **call.kwargs)
-    if not call.sums:
-        return out, grads
-    number = len(call.roles["argnums"])
-    return out, (grads[:number], grads[number:])
-
-
-def _in_one(call: Call, plan: AllRows) -> Pair:
-    """As `undivided`, and a warning, unless all rows at once raise an error as well."""
-    text = (
-        "The gradient is computed of all rows at once, in the memory that this takes, "
-        f"because {plan.why} The result is right."
-    )
-    try:
-        out = undivided(call, plan)
-    except (jax.errors.JaxRuntimeError, MemoryError) as error:
-        error.add_note(text)
-        raise
-    if call.sees is None:
-        warn(text)
-    return out
-
-
-def _why_undivided(error: Exception) -> str:
-    """Why a program cannot be divided, and what helps."""
-    why = " ".join([str(error).split("\n")[0], *getattr(error, "__notes__", ())])
-    return (
-        f"ga_optax with jax {jax.__version__} cannot divide the program: "
-        f"{type(error).__name__}: {why}. If rows of a function in there do not need "
-        "each other, such as a solver under jax.vmap, ga_optax.rowwise of it, here "
-        "ga_optax.rowwise(jax.vmap(fun, in_axes), in_axes), needs no look inside."
-    )
-
-
-def _check_options(micro_batch: MicroBatch) -> None:
-    """Raises if an option does not fit because rows meet; the error names the line.
-
-    Sums without parameters, such as counts, fit all options: they are added up first.
-    """
-    call, part, devices = micro_batch.call, micro_batch.part, micro_batch.call.devices
-    gathered = (e for e in read.equations(part.jaxpr) if meeting_of(e) == "all_gather")
-    e = next(gathered, part.in_gradient)
-    if e is None:
-        return
-    where = f"rows meet at {places.place_of(e.source_info)}"
-    if devices.each or devices.scatters:
-        raise DoesNotFitError(
-            f'If rows meet, data_axis must have sync="last", but {where}, and it is '
-            f"{call.options.data_axis}. Leave sync out, or write the loss so that its "
-            "rows do not need each other; ga_optax.batch_dependencies shows all lines."
-        )
-    if devices.is_checked:
-        raise DoesNotFitError(
-            "If rows meet, a jax.shard_map must have check_vma=False, but this one "
-            f"checks, and {where}: JAX has no types for an axis beside its mesh. Pass "
-            "check_vma=False, or call at top level with data_axis=."
-        )
-    if by_type := rows.split_by_type(call):
-        spec, axis = by_type
-        raise DoesNotFitError(
-            "If rows meet, a batch that lies along a mesh axis of explicit type needs "
-            f"data_axis=, but {where}, and the batch is sharded as {spec} along "
-            f"axis {axis}. Pass data_axis={spec[axis]!r}."
-        )

@@ -111,7 +111,8 @@ def _work_before(vs: Iterable[Value]) -> tuple[float, float]:
 
 def _is_of_reals(e: core.JaxprEqn) -> bool:
     """True for a cast that drops nothing but digits."""
-    [old, new] = (x.aval.dtype.kind for x in (*e.invars, *e.outvars))
+    atoms: list[Any] = [*e.invars, *e.outvars]
+    [old, new] = (x.aval.dtype.kind for x in atoms)
     return is_inexact(e.invars[0]) and (old != "c" or new == "c")
 
 

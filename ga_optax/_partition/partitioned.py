@@ -87,7 +87,8 @@ def partition(
     """
     split = ((a.layout, a.aval) for a in arguments if isinstance(a.layout, Rows))
     some = next((created.Created(x, of.shape[x.dim]) for x, of in split), None)
-    whole = _Whole(jaxpr, arguments, axis, first, like and like.layouts)
+    layouts = None if like is None else like.layouts
+    whole = _Whole(jaxpr, arguments, axis, first, layouts)
     if like is not None and some is not None and not axis.is_even:
         return whole.partitioned(dataclasses.replace(some, cut=like.cut))
     return created.best(whole.partitioned, lambda x: _cost(x.jaxpr, axis), some)
