@@ -16,7 +16,6 @@ import operator
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from jax.extend import core
 
 from ga_optax._passes import read, rewrite
@@ -40,18 +39,19 @@ def has_much(jaxpr: core.Jaxpr, rows: Iterable[Any]) -> bool:
 
 def _work(jaxpr: core.Jaxpr, of_rows: set[Any]) -> tuple[float, float]:
     """The work of equations that are not cheap and read no rows; and of the others."""
-    both = np.zeros(2)
+    shared = rest = 0.0
     for e in jaxpr.eqns:
         its = [read.is_among(x, of_rows) for x in e.invars]
         if not any(its):
-            both[0] += 0.0 if read.is_cheap(e) else read.work(e)
+            shared += 0.0 if read.is_cheap(e) else read.work(e)
         elif read.is_inline(e):
             [inside] = read.inner_programs(e)
-            both += _work(inside, set(itertools.compress(inside.invars, its)))
+            some = _work(inside, set(itertools.compress(inside.invars, its)))
+            shared, rest = shared + some[0], rest + some[1]
         else:
-            both[1] += read.work(e)
+            rest += read.work(e)
         of_rows.update(e.outvars if any(its) else ())
-    return tuple(both)
+    return shared, rest
 
 
 def share(schedule: Schedule) -> Schedule:
