@@ -294,7 +294,7 @@ FAULTS = """
 * a rule that JAX does not call raises
 - if not places.is_of_user(error):
 + if True:
-@ _calls/engine.py: test_law_told
+@ _calls/undivided.py: test_law_told
 * a report does not see that all rows run
 - call.sees(plan)
 + pass

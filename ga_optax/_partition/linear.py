@@ -111,9 +111,9 @@ def _work_before(vs: Iterable[Value]) -> tuple[float, float]:
 
 def _is_of_reals(e: core.JaxprEqn) -> bool:
     """True for a cast that drops nothing but digits."""
-    atoms: list[Any] = [*e.invars, *e.outvars]
-    [old, new] = (x.aval.dtype.kind for x in atoms)
-    return is_inexact(e.invars[0]) and (old != "c" or new == "c")
+    types: list[Any] = [x.aval for x in (*e.invars, *e.outvars)]
+    old, new = (x.dtype.kind for x in types)
+    return is_inexact(types[0]) and (old != "c" or new == "c")
 
 
 def _bits(x: Any) -> int:

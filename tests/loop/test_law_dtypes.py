@@ -150,6 +150,7 @@ def test_gradients_are_rounded_in_the_accumulator_alone(fun, place, monkeypatch)
     assert not exact(*gradients(fun, place))
 
 
+@pytest.mark.quick
 def test_a_sum_is_rounded_when_it_is_complete():
     """So rows do not meet in it, and the loss is that of all rows, to the last bit."""
     params, batch = integers()
