@@ -51,7 +51,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax._compiled import machines
+from ga_optax._compiled import plan
 from ga_optax._compiled.plan import temporaries
 
 PROGRAMS = pathlib.Path(__file__).parents[1] / ".programs"
@@ -84,7 +84,7 @@ ALL_WAYS = ("h200:8", "v5e:2x4")
 SCALED = (OURS_AXIS, peers.MULTI_STEPS, SHARDED_SCAN, OURS_LAST, OURS_EACH)
 
 Rows = list[dict[str, Any]]
-find = functools.cache(machines.find)
+find = functools.cache(plan.find_machine)
 
 
 # -- Compiling -------------------------------------------------------------------------

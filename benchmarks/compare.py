@@ -32,7 +32,7 @@ import peers
 import record
 
 import ga_optax as ga
-from ga_optax._passes import read
+from ga_optax._passes import jaxprs
 
 HERE = pathlib.Path(__file__).parents[1]
 K, ROWS, WIDTH = 4, 96, 64
@@ -98,17 +98,17 @@ def operations(fun: Callable[..., Any], *args: Any) -> tuple[int, int]:
     branches of a conditional the largest counts.
     """
     closed: Any = jax.make_jaxpr(lambda *args: fun(*args))(*args)  # traced anew
-    return _operations(read.live(closed.jaxpr))
+    return _operations(jaxprs.live(closed.jaxpr))
 
 
 def _operations(jaxpr: Any) -> tuple[int, int]:
     products = functions = 0
     for e in jaxpr.eqns:
         name, sizes = e.primitive.name, [math.prod(x.aval.shape) for x in e.outvars]
-        inside = list(map(_operations, read.inner_programs(e)))
+        inside = list(map(_operations, jaxprs.inner_programs(e)))
         inside = [max(inside)] if name == "cond" else inside
-        products += read.times(e) * sum(x for x, _ in inside)
-        functions += read.times(e) * sum(x for _, x in inside)
+        products += jaxprs.times(e) * sum(x for x, _ in inside)
+        functions += jaxprs.times(e) * sum(x for _, x in inside)
         functions += sum(sizes) * (name in FUNCTIONS.split())
         if name == "dot_general":
             (axes, _), _ = e.params["dimension_numbers"]

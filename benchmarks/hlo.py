@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 
-from ga_optax._compiled import hlo
+from ga_optax._compiled import audit
 
 _GEMM = re.compile(r'custom_call_target="__cublas\$(?:gemm|lt\$matmul)')
 # Older versions print the backend's configuration as a string with escaped quotes.
@@ -59,7 +59,7 @@ def count_adds(text: str, shapes: Iterable[Shape], k: int | None = None) -> Adds
       known trip count.
     """
     wanted = {_without_ones(dims) for dims in shapes}
-    module = hlo.parse(text)
+    module = audit.parse_hlo(text)
     counts = dict.fromkeys((f.name for f in dataclasses.fields(Adds)), 0)
     is_inside = k is None
     for placed in module.walk():
@@ -74,7 +74,7 @@ def count_adds(text: str, shapes: Iterable[Shape], k: int | None = None) -> Adds
         kind = _kind(placed.instruction, inner, wanted)
         if kind is None:
             continue
-        times = hlo.times(loops)
+        times = audit.num_runs(loops)
         if times is None:
             return None
         counts[kind] += times
@@ -85,7 +85,7 @@ def count_adds(text: str, shapes: Iterable[Shape], k: int | None = None) -> Adds
 
 
 def _kind(
-    instruction: hlo.Instruction, inner: list[hlo.Instruction], wanted: set[Shape]
+    instruction: audit.Instruction, inner: list[audit.Instruction], wanted: set[Shape]
 ) -> str | None:
     """The field of `Adds` that an instruction counts for."""
     if instruction.opcode not in ("add", "custom-call", "fusion"):
@@ -102,8 +102,8 @@ def _kind(
 
 
 def _adds(
-    instructions: list[hlo.Instruction], wanted: set[Shape]
-) -> list[hlo.Instruction]:
+    instructions: list[audit.Instruction], wanted: set[Shape]
+) -> list[audit.Instruction]:
     """The additions of arrays that have the shape of a gradient."""
     return [i for i in instructions if i.opcode == "add" and _shape(i.type) in wanted]
 
@@ -155,12 +155,12 @@ def traffic(text: str, pick: Callable[..., Traffic] = max) -> Traffic:
     Raises:
       ValueError: if a loop has no known trip count.
     """
-    module = hlo.parse(text)
+    module = audit.parse_hlo(text)
 
     def of(name: str) -> Traffic:
         return _sum(map(one, module.computations.get(name, {}).values()))
 
-    def one(instruction: hlo.Instruction) -> Traffic:
+    def one(instruction: audit.Instruction) -> Traffic:
         opcode = instruction.opcode
         if opcode == "conditional":
             branch = pick(map(of, instruction.called), key=lambda t: t.num_bytes)
@@ -175,7 +175,9 @@ def traffic(text: str, pick: Callable[..., Traffic] = max) -> Traffic:
     return of(module.entry)
 
 
-def _inside(module: hlo.Module, instruction: hlo.Instruction) -> list[hlo.Instruction]:
+def _inside(
+    module: audit.Module, instruction: audit.Instruction
+) -> list[audit.Instruction]:
     """The instructions of a fusion; `[instruction]` for any other instruction."""
     if instruction.opcode != "fusion":
         return [instruction]
@@ -183,14 +185,14 @@ def _inside(module: hlo.Module, instruction: hlo.Instruction) -> list[hlo.Instru
     return [placed.instruction for walk in walks for placed in walk]
 
 
-def _of_kernel(kernel: hlo.Instruction, inner: list[hlo.Instruction]) -> Traffic:
+def _of_kernel(kernel: audit.Instruction, inner: list[audit.Instruction]) -> Traffic:
     free = kernel.opcode in _FREE or kernel.opcode.endswith("-done")
     if free or _JOINED in kernel.attributes:
         return Traffic()
     if kernel.opcode in ("copy-start", "slice-start"):
         # The type holds what is read, what is written, and a number of four bytes.
         source = kernel.operand_types[0]
-        size = hlo.num_bytes(kernel.type) - hlo.num_bytes(source) - 4
+        size = audit.num_bytes(kernel.type) - audit.num_bytes(source) - 4
         ends = [_resident(source), _resident(kernel.type) - _resident(source)]
         return Traffic(size * sum(map(bool, ends)), copied=size if all(ends) else 0)
     operands = dict(zip(kernel.operands, kernel.operand_types, strict=True))
@@ -201,7 +203,7 @@ def _of_kernel(kernel: hlo.Instruction, inner: list[hlo.Instruction]) -> Traffic
 
 def _resident(type_: str) -> int:
     """The bytes of the arrays in a type that lie in the device's memory."""
-    return hlo.num_bytes(_ELSEWHERE.sub("", type_))
+    return audit.num_bytes(_ELSEWHERE.sub("", type_))
 
 
 # -- Arithmetic ------------------------------------------------------------------------
@@ -214,11 +216,11 @@ def dot_flops(text: str) -> int:
       ValueError: if a product is in a loop without a known trip count.
     """
     total = 0
-    for placed in hlo.parse(text).walk():
+    for placed in audit.parse_hlo(text).walk():
         product = placed.instruction
         if product.opcode != "dot":
             continue
-        times = hlo.times(placed.loops)
+        times = audit.num_runs(placed.loops)
         if times is None:
             raise ValueError(
                 "Every loop around a matrix product must have a known trip count, "
@@ -235,7 +237,7 @@ def dot_flops(text: str) -> int:
 
 def _dims(type_: str) -> Shape:
     """The first shape in a type."""
-    all_shapes = hlo.shapes(type_)
+    all_shapes = audit.shapes(type_)
     return all_shapes[0][1] if all_shapes else ()
 
 

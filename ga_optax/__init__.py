@@ -22,34 +22,33 @@ Flax: `flax` (needs the extra `flax`, and is imported when first used).
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ga_optax import accumulator, blocks, config, data
-from ga_optax._across.decisions import drop_window_if_not_finite
-from ga_optax._across.multi_steps import (
-    MultiSteps,
-    apply_gradients,
-    flush,
-)
-from ga_optax._across.optax_state import from_optax
-from ga_optax._across.state import (
+from . import accumulator, blocks, config, data
+from ._across.choices import drop_window_if_not_finite
+from ._across.multi_steps import MultiSteps, apply_gradients, flush
+from ._across.state import (
     MultiStepsState,
     Stats,
+    from_optax,
     grad_norm,
     has_updated,
     stats,
 )
-from ga_optax._calls.accumulate import accumulate
-from ga_optax._calls.dependencies import BatchDependencies, batch_dependencies
-from ga_optax._calls.function import microbatch
-from ga_optax._calls.gradients import value_and_grad
-from ga_optax._compiled.audit import Audit, Collective, audit
-from ga_optax._compiled.plan import Candidate, NothingFitsError, Plan, plan
-from ga_optax._devices.collectives import merge_across
-from ga_optax._devices.data_axis import DataAxis
-from ga_optax._passes.rowwise import rowwise
-from ga_optax._verify import Cause, LeafReport, Report, verify
+from ._calls.functions import (
+    BatchDependencies,
+    batch_dependencies,
+    microbatch,
+    value_and_grad,
+)
+from ._calls.separate import accumulate
+from ._compiled.audit import Audit, Collective, audit
+from ._compiled.plan import Candidate, NothingFitsError, Plan, plan
+from ._devices.collectives import merge_across
+from ._devices.meshes import DataAxis
+from ._passes.rowwise import rowwise
+from ._verify.diagnosis import Cause, LeafReport, Report, verify
 
 if TYPE_CHECKING:
-    from ga_optax import flax as flax  # a star import must not need it
+    from . import flax as flax  # a star import must not need it
 
 __all__ = [
     "Audit",
@@ -93,7 +92,7 @@ if not TYPE_CHECKING:  # for type checkers, a module with this function has any 
     def __getattr__(name: str) -> Any:
         if name != "flax":  # which needs an extra
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return importlib.import_module("ga_optax.flax")
+        return importlib.import_module(".flax", __name__)
 
 
 def __dir__() -> list[str]:

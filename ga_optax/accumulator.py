@@ -27,7 +27,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from ga_optax._checks import (
+from ._checks import (
     check_arrays,
     check_dtype,
     check_gradients,

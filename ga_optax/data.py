@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ga_optax._checks import brief, check_int, check_step, is_key
+from ._checks import brief, check_int, check_step, is_key
 
 __all__ = ["epoch_indices", "window_indices"]
 

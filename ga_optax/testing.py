@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ga_optax._verify import verify
-from ga_optax._verify.gradients import ulps
+from ._verify.diagnosis import verify
+from ._verify.measured import ulps
 
 __all__ = ["assert_accumulation_equivalent", "assert_trees_bitwise_equal"]
 

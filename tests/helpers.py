@@ -21,9 +21,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ga_optax as ga
-from ga_optax._loop import fences, in_place
-from ga_optax._passes import read, table
-from ga_optax._passes.known import Reason
+from ga_optax._loop import micro_step as loop_micro_step
+from ga_optax._passes import jaxprs
+from ga_optax._passes import table as passes_table
+from ga_optax._passes.about import Reason
 
 ROOT = pathlib.Path(__file__).parents[1]
 # Each mode of the aux of `accumulate`, of numbers of micro-batches and their weights.
@@ -170,12 +171,12 @@ def by_hand(optimize=False):
     """What is traced inside adds no gradient in place; nothing else changes."""
     if optimize:
         return contextlib.nullcontext()
-    reasons = in_place.reasons
+    reasons = loop_micro_step.reasons_not_in_place
 
     def nowhere(*args):
         return [why or Reason("by hand") for why in reasons(*args)]
 
-    return mock.patch.object(in_place, "reasons", nowhere)
+    return mock.patch.object(loop_micro_step, "reasons_not_in_place", nowhere)
 
 
 def failing(error, file=ga.__file__):
@@ -187,29 +188,29 @@ def failing(error, file=ga.__file__):
 
 def without_pass(monkeypatch, name):
     """Takes a pass out of the table."""
-    rest = tuple(one for one in table.PASSES if one.name != name)
-    assert len(rest) == len(table.PASSES) - 1
-    monkeypatch.setattr(table, "PASSES", rest)
+    rest = tuple(one for one in passes_table.PASSES if one.name != name)
+    assert len(rest) == len(passes_table.PASSES) - 1
+    monkeypatch.setattr(passes_table, "PASSES", rest)
 
 
 def with_pass(monkeypatch, name, change):
     """Puts another pass in the place of one."""
-    assert name in {one.name for one in table.PASSES}
-    passes = ((one, one._replace(change=change)) for one in table.PASSES)
+    assert name in {one.name for one in passes_table.PASSES}
+    passes = ((one, one._replace(change=change)) for one in passes_table.PASSES)
     new = tuple(other if one.name == name else one for one, other in passes)
-    monkeypatch.setattr(table, "PASSES", new)
+    monkeypatch.setattr(passes_table, "PASSES", new)
 
 
 def without_fence_of_consts(monkeypatch):
     """Leaves what has no role, as frozen parameters, out of the fence of a loop."""
-    whole = fences.fusion_barrier
+    whole = loop_micro_step.fusion_barrier
 
     def without_consts(tree):
         if isinstance(tree, tuple) and len(tree) == 4:
             return tree[0], *whole(tree[1:])
         return whole(tree)
 
-    monkeypatch.setattr(fences, "fusion_barrier", without_consts)
+    monkeypatch.setattr(loop_micro_step, "fusion_barrier", without_consts)
 
 
 def normal(*shape, seed=0):
@@ -392,7 +393,7 @@ def products(fun, *args):
             if e.primitive.name == "dot_general":
                 low = e.invars[0].aval.dtype == "bfloat16"
                 found += [1, low and e.outvars[0].aval.dtype == "float32"]
-            inside = list(map(count, read.inner_programs(e)))
+            inside = list(map(count, jaxprs.inner_programs(e)))
             if e.primitive.name == "cond":
                 inside = [max(inside, key=tuple)]
             found += e.params.get("length", 1) * sum(inside, np.zeros(2, int))

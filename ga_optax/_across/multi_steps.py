@@ -23,8 +23,12 @@ import optax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from ga_optax._across import window
-from ga_optax._across.config import (
+from .._checks import check_dtype, check_gradients, check_on_device
+from .._devices import meshes
+from .._text import listed
+from . import window
+from .choices import check_decisions
+from .config import (
     Config,
     SkipFn,
     check_every_k,
@@ -32,9 +36,7 @@ from ga_optax._across.config import (
     differentiated,
     windows_of_windows,
 )
-from ga_optax._across.decisions import check_decisions
-from ga_optax._across.request import Request
-from ga_optax._across.state import (
+from .state import (
     ORDER,
     MultiStepsState,
     check_order,
@@ -43,9 +45,7 @@ from ga_optax._across.state import (
     state_type,
     warn_of_counts,
 )
-from ga_optax._checks import check_dtype, check_gradients, check_on_device
-from ga_optax._devices import meshes
-from ga_optax._text import listed
+from .window import Request
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -396,7 +396,7 @@ def flush(
     check_order(params=params)
     extra_args |= dict.fromkeys(config.mean_argnames, 0.0)  # only their types are read
     trained = differentiated(params)
-    return window.flush(Request(config, state, trained, params, extra_args))
+    return window.close_early(Request(config, state, trained, params, extra_args))
 
 
 def _check_opt(opt: Any, k: Any) -> None:

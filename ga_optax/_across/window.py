@@ -1,46 +1,197 @@
-"""The program of a `MultiSteps`: a micro-step, and the close of a window.
+"""A call of `MultiSteps`: a micro-step, and the close of a window.
 
     acc  <-  add(acc, g, w)
     if count = k:   params, inner  <-  inner.update(mean(acc));   count <- 0
 
-Nothing resets the accumulator: the first micro-step of the next window overwrites it,
-so XLA updates the accumulator in place. The division is part of the last addition, so
-the mean needs no buffer.
-
-The inner optimizer runs in one branch of a conditional, so it costs time once a window,
-and its schedules count steps. That branch reads the accumulator and does not return it,
-unless the updates reuse its buffer. A call that returns updates has two results of the
-size of the parameters: the sum inside a window, and the updates after a step, when
-nothing reads the sum. So both branches return one tree, sums or updates, in the
-accumulator's buffer. With two trees, `tx.update` and `optax.apply_updates` would copy
-the parameters into temporaries, on every backend.
+`micro_step` and `close_early` run a `Request`, the record of one call.
 """
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.typing import ArrayLike
 
-from ga_optax import accumulator
-from ga_optax._across import choices
-from ga_optax._across.choices import Predicate
-from ga_optax._across.config import differentiated
-from ga_optax._across.request import Request
-from ga_optax._across.state import MultiStepsState
-from ga_optax._across.storage import WindowSum
-from ga_optax._checks import (
-    check_gradients,
-    check_leaves,
-    check_on_device,
-    check_structure,
-    check_weight,
+from .. import _checks, accumulator
+from .._devices import collectives
+from ..accumulator import Accumulator
+from . import choices
+from .choices import Predicate
+from .config import Config, WindowSum, checked, differentiated
+from .state import OPTIONS, MultiStepsState, check_state
+
+# == The request =======================================================================
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Request:
+    """The arguments of a call; raises if the state does not fit this `MultiSteps`.
+
+    Attributes:
+      config: the arguments of the `MultiSteps`.
+      state: the state.
+      grads: the gradients, in the caller's dtypes.
+      params: the parameters, if known.
+      extra_args: the arguments for the inner optimizer.
+      weight: the weight of the micro-batch; None for 1.
+      emit: whether the window closes; None if the state decides by counting.
+      applies: whether the call returns updated parameters, or the updates.
+    """
+
+    config: Config
+    state: Any
+    grads: optax.Updates
+    params: Any
+    extra_args: dict[str, Any]
+    weight: ArrayLike | None = None
+    emit: Predicate | None = None
+    applies: bool = True
+
+    def __post_init__(self) -> None:
+        check_state(self.state)
+        for field, new in jax.eval_shape(self.config.optional_fields).items():
+            if new != ():
+                self._check_field(field, new)
+        _ = self.averaged  # raises if an argument is no number
+
+    def _check_field(self, field: str, new: Any) -> None:
+        """Raises unless a field of the state has the structure of `new`."""
+        required, actual = map(jax.tree.structure, (new, getattr(self.state, field)))
+        if required != actual:
+            kind = f"{actual}, not {required}" if actual.num_leaves else "empty"
+            when = " while no window is open" * (field == "arg_totals")
+            raise ValueError(
+                f"The field {field} of the state must fit {OPTIONS[field]}, but "
+                f"it is {kind}: the state was made without that option, or with "
+                f"another one. Take the field from a new state{when}: "
+                f"state._replace({field}=tx.init(params).{field})."
+            )
+
+    @functools.cached_property
+    def keeps_sum(self) -> bool:
+        """True if the state has an accumulator, or the gradient is `()`."""
+        trees = (), self.state.total, self.grads
+        empty, total, grads = map(jax.tree.structure, trees)
+        return total != empty or grads == empty
+
+    @functools.cached_property
+    def averaged(self) -> dict[str, jax.Array]:
+        """The extra arguments to average over the window, as scalars."""
+        dtype, todo = jnp.result_type(float), _AVERAGED
+        return {
+            name: _checks.check_number(name, self.extra_args.get(name), todo).astype(
+                dtype
+            )
+            for name in self.config.mean_argnames
+        }
+
+    @functools.cached_property
+    def gradients(self) -> optax.Updates:
+        """The gradients to add, floating for integer parameters too."""
+        return jax.tree.map(_floating, self.grads)
+
+    @functools.cached_property
+    def update_types(self) -> Any:
+        """The shapes and dtypes of the updates of the inner optimizer used alone."""
+        values = self.config.storage.merged_types((self.grads, self.averaged))
+        arguments = values, self.state.inner_opt_state, self.params
+        return jax.eval_shape(self.update, *arguments)[0]
+
+    def update(self, values: Any, state: optax.OptState, params: Any) -> Any:
+        """Runs the inner optimizer on gradients and the means of extra arguments."""
+        grads, averaged = values
+        arrays = jax.tree.map(_as_array, (grads, state, params))
+        return self.config.inner.update(*arrays, **(self.extra_args | averaged))
+
+    def inner_gradients(self, grads: optax.Updates) -> optax.Updates:
+        """The gradients for the inner optimizer, in the accumulator's dtype if allowed.
+
+        Some optimizers have branches or scatters whose dtypes agree only if gradients,
+        parameters and state have one dtype (`galore`, `novograd`, `apply_if_finite`
+        for bfloat16). Tracing them with the accumulator's dtype raises, and they get
+        the dtypes of the caller's gradients.
+        """
+        narrow = choices.cast_like(grads, self.grads)
+        dtypes = [jax.tree.map(jnp.result_type, g) for g in (grads, narrow)]
+        if dtypes[0] == dtypes[1]:
+            return grads
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", FutureWarning)
+                _ = dataclasses.replace(self, grads=grads).update_types
+        except (TypeError, ValueError, FutureWarning):
+            return narrow
+        return grads
+
+    def decide(self, field: str, updates: optax.Updates) -> tuple[jax.Array, Any]:
+        """Calls the function of a field: the decision, and the field's new value."""
+        fn = getattr(self.config, OPTIONS[field])
+        decision, new = checked(fn(updates, self.state.gradient_step, self.params))
+        self._check_field(field, new)
+        return decision, choices.cast_like(new, getattr(self.state, field))
+
+    def check_params(self) -> None:
+        """Raises if the parameters are no arrays, or missing and needed."""
+        if self.params is not None:
+            return _checks.check_arrays("params", self.params)
+        try:
+            _ = self.update_types
+        except Exception as error:
+            for params in self.grads, optax.LookaheadParams.init_synced(self.grads):
+                try:
+                    _ = dataclasses.replace(self, params=params).update_types
+                except Exception:
+                    continue
+                raise ValueError(_NO_PARAMS) from error
+            raise  # the optimizer fails for another reason
+
+
+def _as_array(x: Any) -> Any:
+    """Converts a NumPy array, as some checkpoints return, to a JAX array.
+
+    Outside of `jit` NumPy would compute with the array, and round differently.
+    """
+    return jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x
+
+
+def _floating(grads: ArrayLike) -> ArrayLike:
+    """Casts integer gradients, which some programs have for integer parameters."""
+    is_int = _checks.is_integer(getattr(grads, "dtype", np.dtype(float)))
+    return jnp.asarray(grads, float) if is_int else grads
+
+
+_AVERAGED = (
+    "mean_argnames names this argument: pass the micro-batch's value in every call."
 )
-from ga_optax._devices import collectives
-from ga_optax.accumulator import Accumulator
+_NO_PARAMS = (
+    "The inner optimizer needs the parameters, but params is None. Pass them: "
+    "update(grads, state, params)."
+)
+
+
+# == A micro-step, and the close of a window ===========================================
+# The program of a `MultiSteps`: a micro-step, and the close of a window.
+#
+#     acc  <-  add(acc, g, w)
+#     if count = k:   params, inner  <-  inner.update(mean(acc));   count <- 0
+#
+# Nothing resets the accumulator: the first micro-step of the next window overwrites it,
+# so XLA updates the accumulator in place. The division is part of the last addition, so
+# the mean needs no buffer.
+#
+# The inner optimizer runs in one branch of a conditional, so it costs time once a
+# window, and its schedules count steps. That branch reads the accumulator and does not
+# return it, unless the updates reuse its buffer. A call that returns updates has two
+# results of the size of the parameters: the sum inside a window, and the updates after
+# a step, when nothing reads the sum. So both branches return one tree, sums or updates,
+# in the accumulator's buffer. With two trees, `tx.update` and `optax.apply_updates`
+# would copy the parameters into temporaries, on every backend.
 
 
 def micro_step(request: Request) -> tuple[Any, MultiStepsState]:
@@ -82,7 +233,7 @@ def micro_step(request: Request) -> tuple[Any, MultiStepsState]:
     return out, state._replace(total=state.total if keeps else ())
 
 
-def flush(request: Request) -> tuple[Any, MultiStepsState]:
+def close_early(request: Request) -> tuple[Any, MultiStepsState]:
     """Closes the window with the micro-steps so far."""
     state, storage = request.state, request.config.storage
     if not jax.tree.leaves(state.total):
@@ -90,7 +241,7 @@ def flush(request: Request) -> tuple[Any, MultiStepsState]:
     acc = storage.load(_accumulator_of(state))
     total, todo = acc.total[0], "Pass the parameters of this state."
     names = {"name": "params", "expected": "the state", "todo": todo}
-    check_leaves(total, request.grads, **names)
+    _checks.check_leaves(total, request.grads, **names)
     closes = acc.count > 0
     out, new = _Closing(request, state, closes).close(storage.finish(acc, closes))
     counters = jnp.where(closes, new.counters, state.counters)
@@ -117,10 +268,10 @@ def _check(request: Request, acc: WindowSum, emit: Predicate | None) -> None:
     if request.keeps_sum:
         required = acc.total[0]
     if required is not None:
-        check_gradients(required, request.gradients)
-        check_on_device("grads", request.gradients)
+        _checks.check_gradients(required, request.gradients)
+        _checks.check_on_device("grads", request.gradients)
     if request.weight is not None:
-        check_weight(request.weight)
+        _checks.check_weight(request.weight)
     request.check_params()
 
 
@@ -277,7 +428,7 @@ class _Closing:
             values = request.inner_gradients(grads), averaged
             old = state.inner_opt_state
             updates, new = request.update(values, old, request.params)
-            check_structure(old, new, **_STATES)
+            _checks.check_structure(old, new, **_STATES)
             changed = {
                 "inner_opt_state": choices.cast_like(new, old),
                 "drop_state": state.drop_state,

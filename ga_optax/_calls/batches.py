@@ -1,19 +1,34 @@
-"""The rows of the batch of a call: leaves, axes, number of rows, and divisibility."""
+"""The batch and the devices of a call: rows, axes, divisibility.
+
+    n rows  =  devices · num_microbatches · rows of a micro-batch
+
+Which leaves have rows, along which axis, and whether k divides them; then `Devices`,
+the one record of what is known of the mesh.
+"""
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from ga_optax._calls.options import NAMES, Argument
-from ga_optax._checks import check_arrays, divisors, named_leaves, one_of
-from ga_optax._devices import meshes
-from ga_optax._passes import log, read
-from ga_optax._text import warn
+from .._checks import check_arrays, divisors, named_leaves, one_of
+from .._devices import collectives, meshes
+from .._devices.meshes import Axes, DataAxis, Placement
+from .._loop.micro_step import DeviceContext
+from .._passes import about, jaxprs
+from .._passes.about import ParamSharding
+from .._passes.shards import Shard
+from .._text import warn
+from ..accumulator import Accumulator
+from .options import NAMES, Argument
+
+# == Rows of the batch =================================================================
 
 Call = Any  # of `call`, which imports this
 
@@ -23,7 +38,7 @@ def argument(place: Argument) -> str:
     return f"argument {place!r}"
 
 
-def line(call: Call, role: str, place: Argument) -> str:
+def to_pass(call: Call, role: str, place: Argument) -> str:
     """The option that gives a role to one more argument, as users write it."""
     named = isinstance(place, str)
     places = [i for i in call.roles[role] if isinstance(i, str) == named]
@@ -60,7 +75,7 @@ def is_array(x: Any) -> bool:
 
 def nbytes(x: Any) -> int:
     """The bytes of an array, or of a type; 0 of what is none."""
-    return read.numbers(x.shape) * x.dtype.itemsize if is_array(x) else 0
+    return jaxprs.numbers(x.shape) * x.dtype.itemsize if is_array(x) else 0
 
 
 _A_KEY_ALONE = (
@@ -145,7 +160,7 @@ def checked_split(call: Call, hint: bool) -> Call:
     if hint:
         call = _with_whole_keys(call, rows)
     if hint and call.options.argnums != ():
-        log.batch(rows * (call.devices.number if call.devices.bound else 1))
+        about.note_batch(rows * (call.devices.number if call.devices.bound else 1))
     devices, kind = _num_splits(call)
     part, rest = divmod(rows, devices)
     if rest:
@@ -378,6 +393,232 @@ def _check_no_batch(call: Call, rows: int) -> None:
                     f"An argument with the batch's {rows} rows must have a role, but "
                     f"{argument(place)}, of shape {shapes[0]}, has none, and would go "
                     "to each micro-batch whole. Pass "
-                    f"{line(call, 'batch_argnums', place)} to split it; if it is to "
+                    f"{to_pass(call, 'batch_argnums', place)} to split it; if it is to "
                     "go whole, pass that, and None for it in batch_axes."
                 )
+
+
+# == The devices of a call =============================================================
+
+
+class DoesNotFitError(ValueError):
+    """An argument or an option does not fit: the error says so, and nothing runs."""
+
+
+class Devices(NamedTuple):
+    """The devices that a call runs on, and how arrays are sharded over them.
+
+    Attributes:
+      axes: the data axes; () if there are none.
+      mesh: the mesh that is yet to bind them; None if a `shard_map` around the call
+        binds them, or if there are none.
+      number: how many devices there are along the data axes.
+      each: True if the backward pass of every micro-step merges over devices.
+      inner: the axes over which the compiler does so in a region of other axes.
+      scatters: True if every micro-step adds its gradient to a sharded sum.
+      logical: the number of logical devices on this one; 0 if there are none.
+      is_checked: True in a `shard_map` that checks over which axes values vary.
+      distributed: True if the compiler distributes the call over devices that no data
+        axis names; None if that is not known before the program is lowered.
+      specs: the `PartitionSpec` of each leaf of the parameters, or None.
+      params: how the data axes shard each leaf of the parameters.
+      gradients: how they shard its gradient.
+      shards: the parts of arguments without gradient that are gathered where they are
+        used, by the ids of these arguments.
+    """
+
+    axes: Axes = ()
+    mesh: Any = None
+    number: int = 1
+    each: bool = False
+    inner: Axes = ()
+    scatters: bool = False
+    logical: int = 0
+    is_checked: bool = False
+    distributed: bool | None = False
+    specs: Sequence[PartitionSpec | None] = ()
+    params: Sequence[Placement] = ()
+    gradients: Sequence[Placement] = ()
+    shards: Mapping[int, Shard] = types.MappingProxyType({})
+
+    @classmethod
+    def of(cls, axis: DataAxis | None, params: Any, batch: Sequence[Any]) -> "Devices":
+        """Asks the mesh and the arrays; raises if they do not fit the data axis."""
+        devices = cls(is_checked=meshes.checks_varying())
+        # In another call with that data axis the program sees the rows of all devices.
+        if axis is None or meshes.sees_all_rows(axis.axes):
+            return devices
+        mesh, sharded = meshes.find_mesh(axis.axes, axis.mesh, batch), axis.grad_specs
+        number = meshes.num_devices(axis.axes, mesh)
+        devices = devices._replace(axes=axis.axes, mesh=mesh, number=number)
+        if total := axis.logical_devices or 0:
+            _check_logical(total, devices, params)
+        devices = devices._replace(
+            each=axis.sync == "each" and sharded is None,
+            scatters=axis.sync == "each" and sharded is not None,
+            logical=total // number,
+        )
+        specs = axis.param_specs if sharded is None else PartitionSpec()
+        devices = devices.with_params(params, specs)
+        if sharded is not None:
+            where = meshes.placements(params, sharded, axis.axes, mesh, "grad_specs")
+            devices = devices._replace(gradients=where)
+        if mesh is None:
+            return devices._in_region(params, batch, axis)
+        if not devices.each:
+            meshes.check_scatter(params, devices.gradients, axis.axes, mesh)
+        return devices
+
+    def with_params(self, params: Any, specs: Any = None) -> "Devices":
+        """The same devices, with parameters of these specs."""
+        where = meshes.placements(params, specs, self.axes, self.mesh)
+        known = meshes.broadcast_specs(specs, params)
+        return self._replace(specs=known, params=where, gradients=where)
+
+    def for_arrays(self, tree: Any, optimize: bool) -> "Devices":
+        """The same devices, with `distributed` for the arrays of a tree."""
+        devices = self._replace(is_checked=meshes.checks_varying())
+        if self.axes:
+            return devices
+        if optimize and meshes.is_open(tree) and collectives.split_can_wait():
+            return devices._replace(distributed=None)
+        return devices._replace(distributed=meshes.is_distributed(tree))
+
+    def _in_region(
+        self, params: Any, batch: Sequence[Any], axis: DataAxis
+    ) -> "Devices":
+        """The same devices, in a `shard_map` of the user's; or raises."""
+        split = frozenset().union(*map(meshes.varying, batch))
+        same = tuple(name for name in self.axes if name not in split)
+        if self.is_checked and same:
+            raise ValueError(
+                f"The batch must differ between the devices along {self.axes}, but it "
+                f"is the same along {same}. Name {self.axes} in the in_specs of the "
+                "shard_map."
+            )
+        if self.each and not self.is_checked and axis.param_specs is None:
+            raise ValueError(
+                f'sync="each" must know which parameters are sharded over {self.axes}, '
+                "but this shard_map has check_vma=False. Pass DataAxis(param_specs=), "
+                "or leave check_vma on."
+            )
+        where = list(self.params)
+        for i, (name, x) in enumerate(named_leaves(params)):
+            sharded, varying = where[i].axes, meshes.varying(x)
+            loose = tuple(n for n in self.axes if n in varying and n not in sharded)
+            if self.each:
+                names = tuple(n for n in self.axes if n in varying or n in sharded)
+                where[i] = Placement(summed=names)
+            elif loose:
+                raise DoesNotFitError(
+                    "Parameters must be the same on all devices along the data axis, "
+                    f"or param_specs must say how they are sharded, but {name} differs "
+                    f"along {loose}. Pass DataAxis(param_specs=); or "
+                    'sync="each", if fun itself gathers them.'
+                )
+        gradients = where if axis.grad_specs is None else self.gradients
+        return self._replace(params=where, gradients=gradients)
+
+    @property
+    def bound(self) -> Axes:
+        """The data axes over which this call is the part of one device."""
+        return self.axes if self.mesh is None else ()
+
+    @property
+    def by_compiler(self) -> bool:
+        """True if the compiler merges over devices: sync="each" at top level."""
+        return self.each and self.mesh is not None
+
+    @property
+    def maps(self) -> bool:
+        """True if each device runs its part in a `shard_map` that the call makes."""
+        return self.mesh is not None and not self.by_compiler
+
+    @property
+    def scattered(self) -> dict[int, Placement]:
+        """Placements of gradients that are scattered before the sum, by leaf."""
+        some = enumerate(self.gradients if self.scatters and self.bound else ())
+        return {i: x for i, x in some if x.dims}
+
+    @property
+    def replicas(self) -> Axes:
+        """The axes that shard no parameter, if each micro-step merges over others."""
+        sharded = {name for place in self.params for name in place.axes}
+        known = self.by_compiler and sharded and not meshes.explicit_names(self.mesh)
+        return tuple(name for name in self.axes if known and name not in sharded)
+
+    def over_replicas(self) -> "Devices":
+        """The devices that merge over replicas once, and in each micro-step inside."""
+        axes, whole = self.replicas, [Placement()] * len(self.params)
+        return self._replace(
+            axes=axes,
+            inner=tuple(name for name in self.axes if name not in axes),
+            number=meshes.num_devices(axes, self.mesh),
+            each=False,
+            params=whole,
+            gradients=whole,
+        )
+
+    @property
+    def compiled(self) -> tuple[Axes, Any]:
+        """The axes over which the compiler merges here, and the mesh it works on."""
+        if self.inner and self.mesh is None:
+            return self.inner, jax.sharding.get_abstract_mesh()
+        return (self.axes if self.by_compiler else ()), self.mesh
+
+    def where(self, names: Sequence[str]) -> DeviceContext:
+        """The devices as a loop has to know them, for parameters of these names."""
+        axes, mesh = self.compiled
+        gathers = axes and not meshes.explicit_names(mesh)
+        return DeviceContext(
+            names=names,
+            axes=self.bound,
+            placements=self.gradients if self.bound else (),
+            scattered=self.scattered,
+            logical=self.logical,
+            gathered=ParamSharding(self.specs, axes, mesh) if gathers else None,
+            shards=self.shards,
+            split_by_compiler=bool(axes) or self.distributed,
+        )
+
+    def split(self, x: Any, k: int, axis: int, strided: bool | None) -> jax.Array:
+        """An array as `[k, ...]`, with the rows of k micro-batches along axis 0."""
+        axes, mesh = self.compiled
+        if mesh is None:
+            return collectives.split_rows(x, k, axis, strided)
+        return collectives.split_shards(x, k, axes or self.axes, mesh, axis)
+
+    def flat(self, acc: Accumulator) -> Any:
+        """An accumulator of this device alone, whose total is a list."""
+        total = collectives.vary(jax.tree.leaves(acc.total), self.bound)
+        return acc._replace(total=total)
+
+    def shard(self, total: Any, zero: float = 0.0) -> Any:
+        """A sum of gradients, empty or of all devices, with the sharding of gradients.
+
+        `zero` is the number in an empty sum.
+        """
+        leaves, structure = jax.tree.flatten(total)
+        for i, place in self.scattered.items():
+            leaves[i] = collectives.part(leaves[i], place, zero)
+        if (mesh := self.compiled[1]) is not None:
+            leaves = collectives.constrain(leaves, list(self.specs), mesh)
+        return structure.unflatten(leaves)
+
+
+def _check_logical(total: int, devices: Devices, params: Any) -> None:
+    """Raises if these devices cannot compute as so many would."""
+    for name, x in named_leaves(params):
+        spec = meshes.spec_of_type(x)
+        if set(itertools.chain(*map(meshes.names_in, spec))) - set(devices.axes):
+            raise ValueError(
+                "logical_devices needs automatic axes beside the data axis, up to jax "
+                f"0.12, but an explicit one shards {name}: its type is "
+                f"{jax.typeof(x)}. Use AxisType.Auto, or leave logical_devices out."
+            )
+    if total % devices.number:
+        raise ValueError(
+            f"The devices along data_axis={devices.axes} must divide logical_devices="
+            f"{total}, but there are {devices.number}. Use {one_of(divisors(total))} "
+            "of them, or other logical devices (and then other bits)."
+        )

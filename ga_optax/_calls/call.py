@@ -1,30 +1,37 @@
-"""One call of a function that runs inside a call: its arguments by role, checked."""
+"""One call: its arguments by role, checked before anything is traced.
+
+    fun(*args, **kwargs)  =  fun of parameters, batch, keys, carry and others
+
+`Call.of` checks; then what `fun` returns, taken apart and put together, and messages
+for keywords that other libraries have.
+"""
 
 import collections
+import dataclasses
+import functools
+import inspect
 import itertools
+import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ga_optax import config
-from ga_optax._calls import batches, words
-from ga_optax._calls.devices import Devices
-from ga_optax._calls.options import Argument, Options
-from ga_optax._checks import (
-    check_arrays,
-    check_inexact,
-    check_no_types,
-    named_leaves,
-    nodes_of,
-)
-from ga_optax._devices import collectives
-from ga_optax._loop.loss import DeviceContext
-from ga_optax._passes import probe
+from .. import _checks, config
+from .._devices import collectives
+from .._loop import micro_step
+from .._loop.micro_step import DeviceContext
+from .._passes import about
+from .._text import warn
+from . import batches
+from .batches import Devices
+from .options import Argument, Options
+
+# == The call ==========================================================================
 
 _OF_INTEGERS = (
     "Pass it as another argument, or allow_int=True, which ga_optax.value_and_grad has."
@@ -78,21 +85,21 @@ class Call(NamedTuple):
         argument without a role that has the rows of the batch is split as well. With
         `types`, for a report, arguments may be types.
         """
-        optimize = options.optimize and config.optimize and probe.usable()
+        optimize = options.optimize and config.optimize and about.usable()
         if optimize:
-            words.log_what_is_missing()
+            log_what_is_missing()
         options = options._replace(optimize=optimize)
         roles = options.roles(len(args), kwargs)
         call = cls(options, args, kwargs, roles)
         for i in itertools.chain(*roles.values()) if not types else ():
-            check_no_types(batches.argument(i), call.at(i))
+            _checks.check_no_types(batches.argument(i), call.at(i))
         for i in call.roles["argnums"]:
             check_parameters(i, call.at(i))
-            check_arrays(batches.argument(i), call.at(i))
-            for name, x in named_leaves(call.at(i)):
+            _checks.check_arrays(batches.argument(i), call.at(i))
+            for name, x in _checks.named_leaves(call.at(i)):
                 _check_dtype(options, f"{name} of {batches.argument(i)}", x)
         for i in call.roles["carry_argnums"]:
-            check_arrays(batches.argument(i), call.at(i), "Carry arrays alone.")
+            _checks.check_arrays(batches.argument(i), call.at(i), "Carry arrays alone.")
         call = call._replace(batch_axes=batches.axes_of(call, hint))
         devices = Devices.of(options.data_axis, call.params, call.batch)
         call = batches.checked_split(call._replace(devices=devices), hint)
@@ -217,7 +224,10 @@ class Call(NamedTuple):
 
     def where(self) -> DeviceContext:
         """The devices, as far as a loop has to know them."""
-        names, devices = [name for name, _ in named_leaves(self.params)], self.devices
+        names, devices = (
+            [name for name, _ in _checks.named_leaves(self.params)],
+            self.devices,
+        )
         # Logical devices have the same bits with parameters that lie whole.
         own = devices.params if self.held and not devices.logical else ()
         gathered = [bool(place.dims) for place in own]
@@ -299,7 +309,7 @@ def _check_dtype(options: Options, name: str, x: Any) -> None:
             f"With holomorphic=True parameters must be complex, but {name} has dtype "
             f"{dtype}. Make it complex, or leave holomorphic out."
         )
-    check_inexact(name, x, _OF_INTEGERS)
+    _checks.check_inexact(name, x, _OF_INTEGERS)
 
 
 def check_parameters(place: Argument, tree: Any) -> None:
@@ -308,7 +318,7 @@ def check_parameters(place: Argument, tree: Any) -> None:
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return
-    nodes = nodes_of(nnx.Variable, tree)
+    nodes = _checks.nodes_of(nnx.Variable, tree)
     others = [(path, x) for path, x in nodes.items() if not isinstance(x, nnx.Param)]
     if 0 < len(others) < len(nodes):
         path, node = others[0]
@@ -318,4 +328,322 @@ def check_parameters(place: Argument, tree: Any) -> None:
             "could not update it. Use the functions of ga_optax.flax, which take "
             "modules; or graph, params, rest = nnx.split(model, nnx.Param, ...), and "
             "nnx.merge(graph, params, rest, copy=True) in fun."
+        )
+
+
+# == Results of fun ====================================================================
+
+
+def put_together(options: Options, value: tuple[Any, Any, Any]) -> Any:
+    """Loss, carry (a tuple) and aux in the form in which `fun` returns them."""
+    loss, carry, aux = value
+    rest = [aux] if options.has_aux else []
+    if options.carries:
+        rest = [carry[0] if isinstance(options.carry_argnums, int) else carry, *rest]
+    if not rest:
+        return loss
+    return loss, rest[0] if len(rest) == 1 else tuple(rest)
+
+
+def taken_apart(
+    options: Options, out: Any, any_aux: bool = False
+) -> tuple[Any, Any, Any]:
+    """The reverse of `put_together`: loss, carry and aux, checked.
+
+    With `any_aux` its leaves may be anything, for they come back as they are.
+    """
+    carries, has_aux = options.carries, options.has_aux
+    form, loss, carry, aux = "the loss", out, (), ()
+    if carries and has_aux:
+        form = "(loss, (carry, aux)) with carry_argnums and has_aux=True"
+        loss, rest = _pair(out, form)
+        carry, aux = _pair(rest, form)
+    elif carries:
+        form = "(loss, carry) with carry_argnums"
+        loss, carry = _pair(out, form)
+    elif has_aux:
+        form = "(loss, aux) with has_aux=True"
+        loss, aux = _pair(out, form)
+    check_values("The leaves of aux", aux, any_aux)
+    check_number(loss, form)
+    shape, dtype = jnp.shape(loss), jnp.result_type(loss)
+    if shape != ():
+        raise ValueError(
+            f"The loss must be a scalar, but it has shape {shape}. Return its mean."
+        )
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    if options.holomorphic and not is_complex:
+        raise TypeError(
+            "The loss must be complex with holomorphic=True, but it has dtype "
+            f"{dtype}. Return a complex loss, or leave holomorphic out."
+        )
+    if not (options.holomorphic or jnp.issubdtype(dtype, jnp.floating)):
+        todo = "Cast it to float32."
+        if is_complex:
+            todo = (
+                "Return its real part, or pass holomorphic=True, which "
+                "ga_optax.value_and_grad has."
+            )
+        raise TypeError(
+            f"The loss must be real and floating, but it has dtype {dtype}. {todo}"
+        )
+    return loss, (carry,) if isinstance(options.carry_argnums, int) else carry, aux
+
+
+def check_number(loss: Any, form: str = "the loss") -> None:
+    """Raises unless a loss, returned in this form, is an array or a number."""
+    if isinstance(loss, (jax.Array, np.ndarray, np.generic, int, float, complex)):
+        return
+    todo = "Return a number there."
+    if loss is None:
+        todo = "Is a return missing?"
+    elif form == "the loss" and isinstance(loss, (tuple, list)):
+        todo = "Pass has_aux=True if it returns (loss, aux), or return the loss alone."
+    raise TypeError(f"fun must return {form}, but its loss is {_kind(loss)}. {todo}")
+
+
+def check_values(what: str, tree: Any, any_leaf: bool = False) -> None:
+    """Raises unless each leaf is a value that has a type in JAX.
+
+    With `any_leaf` a leaf may be anything but a `jax.ShapeDtypeStruct`.
+    """
+    for name, leaf in _checks.named_leaves(tree):
+        is_type = isinstance(leaf, jax.ShapeDtypeStruct)
+        if is_type or not (any_leaf or _has_type(leaf)):
+            raise TypeError(
+                f"{what} must be arrays or numbers, but {name} is {leaf!r}. Leave it "
+                "out, or return a number in its place."
+            )
+
+
+def _has_type(leaf: Any) -> bool:
+    try:
+        jax.typeof(leaf)
+    except TypeError:
+        return False
+    return True
+
+
+def _pair(out: Any, form: str) -> tuple[Any, Any]:
+    if isinstance(out, (tuple, list)) and len(out) == 2:
+        return out[0], out[1]
+    options = form.partition(" with ")[2]
+    todo = (
+        "Is a return missing?"
+        if out is None
+        else f"Return such a pair, or leave out {options}."
+    )
+    raise TypeError(f"fun must return {form}, but it returned {_kind(out)}. {todo}")
+
+
+def _kind(out: Any) -> str:
+    """A result of `fun`, in words."""
+    if out is None:
+        return "None"
+    if isinstance(out, (jax.Array, np.ndarray)):
+        return f"an array of shape {np.shape(out)}"
+    if isinstance(out, (tuple, list)):
+        return f"a {type(out).__name__} of {len(out)}"
+    return f"an object of type {type(out).__name__}"
+
+
+def check_carry(old: Any, new: Any) -> None:
+    todo = "Return each carried argument with the tree, shapes and dtypes it came with."
+    _checks.check_structure(
+        old, new, name="The carry", expected="its arguments", todo=todo
+    )
+    for (name, want), got in zip(
+        _checks.named_leaves(old), jax.tree.leaves(new), strict=True
+    ):
+        due, came = (
+            f"shape {jnp.shape(x)} and dtype {jnp.result_type(x).name}"
+            for x in (want, got)
+        )
+        if came != due:
+            raise ValueError(
+                f"The carry must keep the {due} of {name}, but fun returned {came} "
+                f"there. {todo}"
+            )
+
+
+# -- Of any aux ------------------------------------------------------------------------
+
+
+def returning_pair(options: Options) -> Options:
+    """The options of a function that returns `(loss, aux)`, a real loss and any aux.
+
+    A leaf of the aux that is no array comes back as it is, as in `jax.value_and_grad`.
+    A holomorphic loss has the gradient of its real part, so it comes with the aux.
+    """
+
+    @functools.wraps(options.fun)
+    def fun(*args: Any, **kwargs: Any) -> Any:
+        out = options.fun(*args, **kwargs)
+        loss, _, aux = taken_apart(options, out, any_aux=True)
+        aux = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else _Static(x), aux)
+        if options.holomorphic:
+            return loss.real, (loss, aux)
+        return loss, aux
+
+    return options._replace(fun=fun, has_aux=True)
+
+
+def as_returned(options: Options, value: tuple[Any, Any]) -> Any:
+    """The result of `fun`, from such a pair; the options are those of `fun`."""
+    loss, aux = value[1] if options.holomorphic else value
+    if not options.has_aux:
+        return loss
+    is_static = lambda x: isinstance(x, _Static)  # noqa: E731
+    return loss, jax.tree.map(
+        lambda x: x.value if is_static(x) else x, aux, is_leaf=is_static
+    )
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(eq=False)
+class _Static:
+    """A node without leaves that holds what is no array of JAX's: a number, a text."""
+
+    value: Any
+
+
+# == Keywords of other libraries, and calls outside of jit =============================
+# Messages about a use: keywords of other libraries, and calls outside of `jit`.
+#
+# And once in a process, in the log `ga_optax` at the level INFO, what this JAX lacks.
+
+_logger = logging.getLogger("ga_optax")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _table(*rows: tuple[str, str]) -> dict[str, str]:
+    """The advice on each keyword, from rows of keywords and an advice."""
+    return {name: text for names, text in rows for name in names.split()}
+
+
+_SIZES = "batch_size chunk_size micro_batch_size per_device_batch_size"
+_KEYS = "key keys rng rngs seed"
+_NUMBERS = (
+    "k steps every_k chunks n_chunks num_chunks n_accum n_microbatches accum_steps "
+    "accumulation_steps gradient_accumulation_steps accumulate_grad_batches"
+)
+_OTHERS = _table(
+    (_NUMBERS, "The number of micro-batches is num_microbatches here"),
+    (
+        "every_k_schedule",
+        "Pass num_microbatches; across calls, ga_optax.MultiSteps has a schedule",
+    ),
+    ("in_axes", "The name is batch_axes here"),
+    (
+        "argnums",
+        "batch_argnums names the arguments with rows. Pass argnums to jax.grad",
+    ),
+    ("has_aux", "fun may return anything. Pass has_aux to jax.value_and_grad"),
+    ("holomorphic allow_int", "ga_optax.value_and_grad has it"),
+    (
+        "static_argnums static_argnames",
+        "Arguments that are no arrays go to fun as they are",
+    ),
+    ("donate_argnums donate_argnames", "Pass it to the jax.jit around the step"),
+    (
+        "mesh param_specs grad_specs sync logical_devices",
+        "Pass data_axis=ga_optax.DataAxis(name, ...), which has it",
+    ),
+)
+# Keywords that the functions of the whole batch have no need of.
+_OF_WHOLE = _table(
+    (_SIZES, "The rows of a micro-batch are microbatch_size here"),
+    (_KEYS, "Pass it to the function that this one returns"),
+    (
+        "weight_fn aux rng_argnums rng_argnames carry_argnums num_real_microbatches",
+        "fun sees all rows. For micro-batches by themselves ga_optax.accumulate has it",
+    ),
+    ("whole_batch", "The gradient is always that of the whole batch"),
+    ("axis_name", "Leave it out: fun sees all rows, and needs no collectives"),
+)
+# Keywords that micro-batches, each by itself, have no need of.
+_OF_EACH = _table(
+    (
+        f"{_SIZES} microbatch_size",
+        "Pass num_microbatches: an accumulator takes any number of them",
+    ),
+    (_KEYS, "rng_argnums and rng_argnames name arguments that are keys"),
+    (
+        "whole_batch axis_name residual_bytes",
+        "ga_optax.value_and_grad gives the gradient of the whole batch, for any loss",
+    ),
+    ("accumulator_dtype", "Pass it to ga_optax.accumulator.init(params, dtype)"),
+    ("carry_argnums", "What fun changes in NNX objects is carried already"),
+)
+_OF_VERIFY = _OF_EACH | _table(
+    (f"{_KEYS} rng_argnums rng_argnames", "Pass a key as rng="),
+    (
+        "argnums batch_argnums batch_argnames carry_argnums",
+        "fun takes params and batch alone, so let it close over all else",
+    ),
+)
+_TABLES: Mapping[str, dict[str, str]] = {"accumulate": _OF_EACH, "verify": _OF_VERIFY}
+
+
+def explains_keywords(fun: Callable[P, R]) -> Callable[P, R]:
+    """`fun`, with errors for keywords of other libraries that name ours.
+
+    And for arguments that belong to the function that it returns.
+    """
+    parameters = inspect.signature(fun).parameters
+    means = _OTHERS | _TABLES.get(fun.__name__, _OF_WHOLE)
+    names = list(parameters)[1:]
+
+    @functools.wraps(fun)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in kwargs:
+            if name not in parameters and name in means:
+                raise TypeError(
+                    f"The options of {fun.__name__} must be among {', '.join(names)}, "
+                    f"but {name} was passed. {means[name]}."
+                )
+        more = args[1:] if names[0] == "num_microbatches" else ()
+        if len(more) > 1 or any(map(np.ndim, jax.tree.leaves(more))):
+            raise TypeError(
+                f"{fun.__name__} must get fun and num_microbatches alone, for it "
+                f"returns a function of all else, but {len(args)} arguments came. Call "
+                f"it twice: {fun.__name__}(fun, num_microbatches)(params, batch)."
+            )
+        return fun(*args, **kwargs)
+
+    return call
+
+
+def warns_outside_jit(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, which warns once if it is called outside of `jit` more than once."""
+    calls = itertools.count(1)
+
+    @functools.wraps(run)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        out = run(*args, **kwargs)
+        traced = isinstance(jax.tree.leaves(out)[0], jax.core.Tracer)
+        compiles = not jax.config.jax_disable_jit  # pyrefly: ignore[missing-attribute]
+        if compiles and not traced and next(calls) == 2:
+            warn(
+                "A function that value_and_grad or accumulate returned was called "
+                "outside of jax.jit again. Each such call traces the loss and compiles "
+                "the loop over micro-batches anew. Put the function, or the training "
+                "step around it, in jax.jit (or nnx.jit)."
+            )
+        return out
+
+    return call
+
+
+@functools.cache
+def log_what_is_missing() -> None:
+    """Logs what this version of JAX cannot do."""
+    if not micro_step.HAS_REFS:
+        _logger.info(
+            "jax %s cannot add gradients in place: inside a call, a model that scans "
+            "over its layers needs a second gradient buffer. Results are the same. "
+            "With Python 3.12 install jax 0.11.1 or newer.",
+            jax.__version__,
         )

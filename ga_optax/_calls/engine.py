@@ -1,68 +1,61 @@
 """The stations of a call: from checked arguments to the value and the gradients.
 
-    Call         the arguments by role, and the devices        `Call.of` checks them
-    Traced       the program of `fun` at all rows              `trace`
-    MicroBatch   the program of one of k micro-batches         `partition`
-    Rewritten    the program after the passes, the arrays      `rewrite`
-    Scheduled    the levels that compute the values            `schedule`
-    Outcome      results, gradients                            `run`
+    Call -> Traced -> MicroBatch -> Rewritten -> Scheduled -> Outcome
 
-`value_and_grad` passes all stations. So does `microbatch`, which takes a function for
-the aux of a loss, and `batch_dependencies`, which sees the plan and computes nothing.
-`accumulate` traces one micro-batch by itself, see `micro_batch`. If a station fails,
-which is a fault of this library or of a new JAX, the plan is `AllRows`.
-
-Under `jax.jit` and other transformations the stations from `rewrite` on are one
-equation of JAX, see `equation`, so that the derivatives are those of `fun`.
-
-On a mesh with a data axis the stations from `trace` on run once more in a region of the
-mesh. The region is made after `partition`, which knows the results that have rows.
+Each station is a function. Below them a call as one equation of JAX, so that its
+derivatives are those of `fun`.
 """
 
+import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
+from jax.sharding import Mesh, PartitionSpec
 
-from ga_optax import accumulator
-from ga_optax._calls import advice, rows
-from ga_optax._calls.call import Call
-from ga_optax._calls.devices import DoesNotFitError
-from ga_optax._calls.region import (
-    WHOLE,
-    ManualAxisError,
-    check_not_reduced,
-    explained,
-    gradients,
-    over_mesh,
-)
-from ga_optax._calls.second_derivatives import NoDerivativeError
-from ga_optax._calls.undivided import (
-    AllRows,
-    Pair,
-    check_options,
-    does_not_divide,
-    in_one,
-    undivided,
-    why_undivided,
-)
-from ga_optax._devices import collectives, meshes
-from ga_optax._loop import run as loop
-from ga_optax._loop.loss import DeviceContext, LossProgram, Operands, run_passes
-from ga_optax._loop.run import Outcome
-from ga_optax._partition import (
-    Partitioned,
-    Rows,
-    RowsMeet,
-    unsaid,
-)
-from ga_optax._passes import constraints, places, read, references, rowwise
-from ga_optax._passes import rewrite as rewriting
-from ga_optax._text import warn
-from ga_optax._window import run as window
-from ga_optax._window.evaluation import Evaluation, MeetingLoss
-from ga_optax._window.report import report
+from .. import accumulator
+from .._devices import collectives, meshes
+from .._loop import loop
+from .._loop.loop import Outcome
+from .._loop.micro_step import DeviceContext, LossProgram, Operands, run_passes
+from .._partition.held import Rows, RowsMeet, unsaid
+from .._partition.partitioned import Partitioned
+from .._passes import about, jaxprs, rowwise
+from .._passes.equation import Divided, Gradient, paired
+from .._text import warn
+from .._window.levels import Evaluation, MeetingLoss
+from .._window.run import is_small, log_report, plan_window, run_window
+from . import rows, undivided
+from .batches import DoesNotFitError
+from .call import Call, check_values
+from .options import ROLES, Argument
+from .rows import REPLICATED, ManualAxisError
+from .undivided import AllRows, NoDerivativeError, Pair
+
+# == Stations ==========================================================================
+# The stations of a call: from checked arguments to the value and the gradients.
+#
+#     Call         the arguments by role, and the devices        `Call.of` checks them
+#     Traced       the program of `fun` at all rows              `trace`
+#     MicroBatch   the program of one of k micro-batches         `partition`
+#     Rewritten    the program after the passes, the arrays      `rewrite`
+#     Scheduled    the levels that compute the values            `schedule`
+#     Outcome      results, gradients                            `run`
+#
+# `value_and_grad` passes all stations. So does `microbatch`, which takes a function for
+# the aux of a loss, and `batch_dependencies`, which sees the plan and computes nothing.
+# `accumulate` traces one micro-batch by itself, see `separate`. If a station fails,
+# which is a fault of this library or of a new JAX, the plan is `AllRows`.
+#
+# Under `jax.jit` and other transformations the stations from `rewrite` on are one
+# equation of JAX, see `of_call`, so that the derivatives are those of `fun`.
+#
+# On a mesh with a data axis the stations from `trace` on run once more in a region of
+# the mesh. The region is made after `partition`, which knows the results that have
+# rows.
 
 
 class Traced(NamedTuple):
@@ -137,17 +130,17 @@ def value_and_grad(
     leaves of the batch. `over` runs the micro-batch, by default `over_micro_batches`.
     """
     if call.is_undivided:
-        return undivided(call, AllRows("there is one micro-batch"))
+        return undivided.undivided(call, AllRows("there is one micro-batch"))
     traced = trace(call.on_device())
     try:
         return (over or over_micro_batches)(partition(traced))
     except (DoesNotFitError, NoDerivativeError, Warning):
         raise
     except Exception as error:  # Any: a future JAX may fail in ways unknown today.
-        if places.is_of_user(error) or traced.call.devices.bound:
+        if about.is_of_user(error) or traced.call.devices.bound:
             raise
-        plan = AllRows(why_undivided(error))
-    return in_one(traced.call, plan)
+        plan = AllRows(undivided.why_undivided(error))
+    return undivided.in_one(traced.call, plan)
 
 
 def over_micro_batches(micro_batch: MicroBatch) -> Pair:
@@ -155,11 +148,11 @@ def over_micro_batches(micro_batch: MicroBatch) -> Pair:
     micro_batch = _over_replicas(micro_batch)
     call, closed, out, part, strided, _ = micro_batch
     split: Any = meshes.split_spec(call.devices.axes)
-    specs: Any = [split if isinstance(x, Rows) else WHOLE for x in part.layouts]
+    specs: Any = [split if isinstance(x, Rows) else REPLICATED for x in part.layouts]
     outcome = on_devices(
         micro_batch,
         lambda program: run(told(schedule(rewrite(program)))),
-        Outcome(specs, [], gradients(call), split),
+        Outcome(specs, [], rows.specs_of_gradients(call), split),
     )
     for text in unsaid(part.failures):
         warn(text)
@@ -167,7 +160,7 @@ def over_micro_batches(micro_batch: MicroBatch) -> Pair:
     value = jax.tree.structure(out).unflatten(leaves)
     if not call.sums:
         return value, outcome.acc
-    return value, (outcome.acc, rows.gradients(call, outcome.rows, strided))
+    return value, (outcome.acc, rows.gradients_of_rows(call, outcome.rows, strided))
 
 
 def _over_replicas(micro_batch: MicroBatch) -> MicroBatch:
@@ -178,7 +171,7 @@ def _over_replicas(micro_batch: MicroBatch) -> MicroBatch:
     """
     call, part = micro_batch.call, micro_batch.part
     of_rows = call.rows or any(isinstance(x, Rows) for x in part.layouts)
-    by_place = read.num_readers(part.jaxpr, part.jaxpr.invars[-1])
+    by_place = jaxprs.num_readers(part.jaxpr, part.jaxpr.invars[-1])
     if of_rows or by_place or not call.devices.replicas:
         return micro_batch
     devices = call.devices.over_replicas()
@@ -199,19 +192,19 @@ def trace(call: Call) -> Traced:
         return call.options.fun(*one.args, **one.kwargs)
 
     env = meshes.of_all_rows(() if devices.by_compiler else devices.axes)
-    fun = places.in_name_of(call.options.fun, fun)
+    fun = about.in_name_of(call.options.fun, fun)
     make = jax.make_jaxpr(fun, axis_env=[*rowwise.READ, *env], return_shape=True)
     of_params = list(leaves.values())
     if devices.maps:
         of_params = list(map(meshes.type_without_mesh, of_params))
     types = of_params, rows.types_of_all(call)
     try:
-        with explained(call):
+        with rows.errors_explained(call):
             closed, out = make(*types)
     except ManualAxisError as error:
         closed, out = _without_mesh(make, types, error)
-    check_not_reduced(call, closed.out_avals[0])
-    references.check_own(closed.jaxpr)
+    rows.check_not_reduced(call, closed.out_avals[0])
+    about.check_own_references(closed.jaxpr)
     return Traced(call, closed, out)
 
 
@@ -238,22 +231,22 @@ def partition(traced: Traced, like: Partitioned | None = None) -> MicroBatch:
     error names the line.
     """
     call, closed, out = traced
-    jaxpr = constraints.without_axes(closed.jaxpr, call.devices.bound)
+    jaxpr = about.constraints_without(closed.jaxpr, call.devices.bound)
     # A loss adds up before it is rounded, and has the same gradient there.
-    jaxpr = rewriting.unrounded(jaxpr, [0])
+    jaxpr = jaxprs.unrounded(jaxpr, [0])
     # Where rows must not meet, they may in what nobody reads.
-    jaxpr, last = read.live(jaxpr) if call.rest else jaxpr, None
+    jaxpr, last = jaxprs.live(jaxpr) if call.rest else jaxpr, None
     try:
-        part, strided = rows.split(call, jaxpr, like)
+        part, strided = rows.choose_rows(call, jaxpr, like)
         if call.rest:
             last = rows.of_neighbours(call, jaxpr, rows.parts_of(call, True), part)
             if not _are_alike(part, last):
                 raise RowsMeet
     except RowsMeet:
-        raise does_not_divide(call, jaxpr) from None
+        raise undivided.does_not_divide(call, jaxpr) from None
     micro_batch = MicroBatch(call, closed, out, part, strided, last)
     if call.sees is None:  # a report shows the lines, whatever the options are
-        check_options(micro_batch.call, micro_batch.part)
+        undivided.check_options(micro_batch.call, micro_batch.part)
     return micro_batch
 
 
@@ -261,12 +254,12 @@ def rewrite(micro_batch: MicroBatch) -> Rewritten:
     """Runs the passes on the program of a micro-batch, and splits the batch."""
     call, part, consts = micro_batch.call, micro_batch.part, micro_batch.closed.consts
     context = call.where()._replace(window=[(rows.AXIS, call.size)])
-    jaxpr = rewriting.with_constants(part.jaxpr, len(consts))
-    before = read.Program(jaxpr, [*part.consts, *consts])
+    jaxpr = jaxprs.with_constants(part.jaxpr, len(consts))
+    before = jaxprs.Program(jaxpr, [*part.consts, *consts])
     optimize = call.options.optimize
     (jaxpr, consts), arrivals = run_passes(before, context, False, optimize)
     program = LossProgram(
-        jaxpr=rewriting.without_values(jaxpr),
+        jaxpr=jaxprs.without_values(jaxpr),
         results=[x.aval for x in jaxpr.outvars],
         folds=[
             "stack" if isinstance(x, Rows) else rows.FOLD_OF_LAYOUT[x]
@@ -294,11 +287,13 @@ def schedule(rewritten: Rewritten) -> Scheduled:
     (call, *_, part, _, last), program, operands, context = rewritten
     may_share = call.options.optimize and last is None and not call.devices.bound
     of_rows = program.jaxpr.invars[-len(operands.batch) :]
-    if not part.meets and not (may_share and read.shares_much(program.jaxpr, of_rows)):
+    if not part.meets and not (
+        may_share and jaxprs.shares_much(program.jaxpr, of_rows)
+    ):
         return Scheduled(rewritten, None)
     loss, room = MeetingLoss(program, rows.AXIS, call.size), call.options.residual_bytes
-    plan = window.prepared(loss, operands, context, room)
-    fits = part.meets or window.is_small(plan)
+    plan = plan_window(loss, operands, context, room)
+    fits = part.meets or is_small(plan)
     return Scheduled(rewritten, plan if fits else None)
 
 
@@ -311,9 +306,9 @@ def told(scheduled: Scheduled) -> Scheduled:
     call = micro_batch.call
     if call.sees is not None:
         call.sees(scheduled)
-        check_options(micro_batch.call, micro_batch.part)
+        undivided.check_options(micro_batch.call, micro_batch.part)
     elif plan is not None and micro_batch.part.meets:
-        report(plan.schedule, call.options.residual_bytes is None)
+        log_report(plan.schedule, call.options.residual_bytes is None)
     return scheduled
 
 
@@ -326,13 +321,13 @@ def run(scheduled: Scheduled) -> Outcome:
     (micro_batch, program, operands, context), plan = scheduled
     call = micro_batch.call
     if plan is None:
-        out = loop.run(program, operands, context, begins=True, merges=True)
+        out = loop.run_loop(program, operands, context, begins=True, merges=True)
         if (last := micro_batch.last) is not None:
             out = _with_last(micro_batch, last, out)
     else:
-        out = window.run(plan)
+        out = run_window(plan)
         if call.sees is None:
-            advice.say(call, micro_batch.closed.jaxpr, micro_batch.part)
+            undivided.warn_of_whole(call, micro_batch.closed.jaxpr, micro_batch.part)
     leaves, structure = jax.tree.flatten(call.params)
     grads = structure.unflatten(
         g if call.sums else g.astype(jnp.result_type(x))
@@ -349,13 +344,15 @@ def _with_last(micro_batch: MicroBatch, last: Partitioned, some: Outcome) -> Out
     one = micro_batch._replace(call=call.of_last(), part=last, last=None)
     _, program, operands, context = rewrite(one)
     operands = operands._replace(acc=some.acc)
-    out = loop.run(program, operands, context, begins=True, merges=True)
+    out = loop.run_loop(program, operands, context, begins=True, merges=True)
     return rows.merged(call, part.layouts, some, out)
 
 
 def _are_alike(some: Partitioned, last: Partitioned) -> bool:
     """True if two programs are the same but for the number of rows."""
-    names = [[e.primitive.name for e in read.equations(x.jaxpr)] for x in (some, last)]
+    names = [
+        [e.primitive.name for e in jaxprs.equations(x.jaxpr)] for x in (some, last)
+    ]
     return some.layouts == last.layouts and names[0] == names[1]
 
 
@@ -384,6 +381,310 @@ def on_devices(
         return stations(partition(trace(inner.on_device()), micro_batch.part))
 
     consts = micro_batch.closed.consts
-    return over_mesh(
+    return rows.over_mesh(
         call, on_device, results=results, check_vma=False, closed_over=consts
     )
+
+
+# == A call as one equation ============================================================
+# Calls as one equation, and what runs it over micro-batches.
+#
+#   of_call          `microbatch`: the derivatives of the equation are functions over
+#                    micro-batches themselves
+#   of_micro_batch   `value_and_grad`: the program is written when `fun` is traced, and
+#                    the derivatives are those of `jax.value_and_grad(fun)`. The program
+#                    has the first derivative of each custom rule, and not the rules,
+#                    see `undivided`
+#
+# A function runs like a loss of which only the aux counts. A gradient is that of Σ
+# cotangent · result, or of one scalar result, also with respect to leaves with rows.
+
+
+def of_call(call: Call, remat: bool | None, size: int | None = None) -> Any:
+    """Returns the result of `fun` for all rows, by an equation that has derivatives.
+
+    `size` is the number of rows of a micro-batch, if the user gave it.
+    """
+    options, fun = call.options, call.options.fun
+    leaves = call.leaves("batch_argnums") | call.others
+
+    def of_args(*args: Any, **kwargs: Any) -> Any:
+        out = fun(*args, **kwargs)
+        check_values("What fun returns", out)
+        return out
+
+    def flat(*xs: Any) -> Any:
+        new = call.with_leaves(dict(zip(leaves, xs, strict=True)))
+        return of_args(*new.args, **new.kwargs)
+
+    if call.is_undivided:
+        return of_args(*call.args, **call.kwargs)
+    if not _is_one(call):
+        call = call._replace(
+            options=options._replace(fun=_with_loss(of_args, call.devices.bound))
+        )
+        return value_and_grad(call, _in_loop)[0][1]
+    xs = _on_mesh(call, list(leaves.values()))
+    closed, out = _traced(flat, xs, call)
+    axes = (*call.split_axes, *[None] * len(call.others))
+    divided = Divided.of_program(closed, axes, **_parameters(call, remat), size=size)
+    # Constants that `fun` closes over are operands, for they may be differentiated.
+    results = divided.bind([*closed.consts, *xs])
+    return jax.tree.unflatten(jax.tree.structure(out), results)
+
+
+def _in_loop(micro_batch: MicroBatch) -> Any:
+    """The results over micro-batches, without second derivatives if `fun` has rules."""
+    call, closed = micro_batch.call, micro_batch.closed
+    if (rule := undivided.custom_rule_in(closed.jaxpr)) is None:
+        return over_micro_batches(micro_batch)
+    error = undivided.derivative_refused(call, rule, "A gradient of microbatch")
+    once = functools.partial(undivided.differentiable_once, error=error)
+    if not call.devices.maps:  # else `fun` is traced once more
+        closed = closed.replace(consts=list(map(once, closed.consts)))
+    leaves = call.leaves("batch_argnums") | call.others
+    call = call.with_leaves({n: once(x) for n, x in leaves.items()})
+    return over_micro_batches(micro_batch._replace(call=call, closed=closed))
+
+
+def _parameters(call: Call, remat: bool | None = None) -> dict[str, Any]:
+    """The parameters of the equation of a call, beside the program."""
+    options = call.options
+    like = call._replace(args=(), kwargs={}, options=options._replace(fun=_unknown))
+    return {
+        "name": getattr(options.fun, "__name__", "a function"),
+        "number": options.num_microbatches + (call.rest > 0),
+        "remat": remat,
+        "runs": functools.partial(_run, like),
+        "finds": functools.partial(_axes_of_results, like),
+    }
+
+
+def of_micro_batch(micro_batch: MicroBatch) -> Any:
+    """The value and the gradients, by one equation if anything is traced."""
+    call, closed = micro_batch.call, micro_batch.closed
+    leaves = call.leaves("argnums") | call.leaves("batch_argnums")
+    xs = [*closed.consts, *map(jnp.asarray, leaves.values())]
+    traced = any(isinstance(x, jax.core.Tracer) for x in xs)
+    rule = undivided.custom_rule_in(closed.jaxpr) if traced else None
+    devices = call.devices
+    if not traced or (devices.axes and rule is None):
+        return over_micro_batches(micro_batch)
+    first = len(closed.consts)
+
+    def with_gradients(*xs: Any) -> Any:
+        new = call.with_leaves(dict(zip(leaves, xs[first:], strict=True)))
+        of_xs = closed.replace(consts=list(xs[:first]))
+        return over_micro_batches(micro_batch._replace(call=new, closed=of_xs))
+
+    if devices.bound and rule is not None:
+        error = undivided.derivative_refused(call, rule, "What value_and_grad returns")
+        return with_gradients(*(undivided.not_differentiable(x, error) for x in xs))
+    program, out = jax.make_jaxpr(with_gradients, return_shape=True)(*xs)
+    operands = [*program.consts, *xs]
+    jaxpr = jaxprs.live(jaxprs.without_constants(program.jaxpr))
+    # Only operands that are read stay, so that `jax.jit` drops the others.
+    types: list[Any] = [x.aval for x in jaxpr.invars]
+    is_key = [jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in types]
+    pairs = enumerate(zip(jaxpr.invars, is_key, strict=True))
+    reads = [i for i, (x, key) in pairs if key or jaxprs.num_readers(jaxpr, x)]
+    kept = [operands[i] for i in reads]
+    jaxpr = jaxprs.closing_over(jaxpr, [], [], [jaxpr.invars[i] for i in reads])
+    program = core.ClosedJaxpr(jaxpr, [])
+    flat = _flat(micro_batch, list(map(jax.typeof, operands)), reads)
+    split_axes = call.split_axes
+    axes = [*[None] * (len(operands) - len(split_axes)), *split_axes]
+    parameters = _parameters(call)
+    if devices.axes:
+        parameters |= {"runs": _at_once, "finds": lambda x: [None] * len(x.results)}
+    divided = Divided(
+        flat=flat,
+        types=tuple(program.in_avals),
+        results=tuple(program.out_avals),
+        axes=tuple(axes[i] for i in reads),
+        exact=rule is None,
+        **parameters,
+    )
+    return jax.tree.unflatten(jax.tree.structure(out), divided.bind(kept, program))
+
+
+def _flat(
+    micro_batch: MicroBatch, types: Sequence[Any], reads: Sequence[int]
+) -> Callable[..., list[Any]]:
+    """`jax.value_and_grad` of the traced function, whose operands are the last.
+
+    `types` are the types of all operands, `reads` the places of the operands that come.
+    """
+    jaxpr = jaxprs.without_values(micro_batch.closed.jaxpr)
+    number, num_params = len(types), len(micro_batch.call.leaves("argnums"))
+
+    def zero(i: int) -> Any:
+        return None if i in reads else jnp.zeros(types[i].shape, types[i].dtype)
+
+    unread = number - len(jaxpr.constvars) - len(jaxpr.invars)
+
+    def flat(*some: Any) -> list[Any]:
+        xs = jaxprs.put([*map(zero, range(number))], reads, some)
+        args = xs[number - len(jaxpr.invars) :]
+        consts = xs[unread : number - len(args)]
+
+        def loss_of(*params: Any) -> tuple[Any, list[Any]]:
+            batch = args[num_params:]
+            loss, *aux = jax.core.eval_jaxpr(jaxpr, consts, *params, *batch)
+            return loss, aux
+
+        loss, pull, aux = jax.vjp(loss_of, *args[:num_params], has_aux=True)
+        return [loss, *aux, *pull(jnp.ones_like(loss))]
+
+    return flat
+
+
+def _at_once(divided: Divided, xs: Sequence[Any]) -> list[Any]:
+    """A derivative of all rows of a device at once, which the compiler distributes."""
+    return jaxprs.results(divided.program, xs)
+
+
+def _on_mesh(call: Call, xs: list[Any]) -> list[Any]:
+    """The leaves, constrained along rows to the mesh, if `jax.jit` must know the mesh.
+
+    `jax.jit` does not look for a mesh inside an equation.
+    """
+    traced = any(isinstance(x, jax.core.Tracer) for x in xs)
+    devices = call.devices
+    if not (traced and isinstance(devices.mesh, Mesh)):
+        return xs
+    specs: list[Any] = [None] * len(xs)
+    for i, (x, axis) in enumerate(zip(xs, call.split_axes, strict=False)):
+        entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * jnp.ndim(x)
+        entries[axis] = meshes.as_entry(devices.axes)
+        specs[i] = PartitionSpec(*entries)
+    return collectives.constrain(xs, specs, devices.mesh)
+
+
+def _traced(flat: Callable[..., Any], xs: Sequence[Any], call: Call) -> tuple[Any, Any]:
+    """The program, and the types of divided results.
+
+    The region of a mesh has other types, so a program must not have the mesh in types.
+    """
+    env = [*rowwise.READ, *meshes.of_all_rows(call.devices.axes)]
+    flat = about.in_name_of(call.options.fun, flat)
+    trace = jax.make_jaxpr(flat, axis_env=env, return_shape=True)
+    if call.devices.mesh is None:
+        return trace(*xs)
+    with meshes.without_mesh():
+        return trace(*map(meshes.type_without_mesh, xs))
+
+
+def _is_one(call: Call) -> bool:
+    """True if the call can be one equation: one program serves all devices."""
+    divided = call.devices
+    if not divided.axes:
+        return True
+    plain = not (divided.each or divided.scatters)
+    return (
+        plain and divided.mesh is not None and not meshes.explicit_names(divided.mesh)
+    )
+
+
+def _run(like: Call, divided: Divided, xs: Sequence[Any]) -> list[Any]:
+    """The results of an equation, over micro-batches."""
+    if isinstance(divided.of, Gradient):
+        return _gradient(like, divided, xs)
+    call = _call(like, _with_loss(divided.flat), divided, xs)
+    return value_and_grad(call)[0][1]
+
+
+def _axes_of_results(like: Call, divided: Divided) -> list[int | None]:
+    """The axes of the results that have rows, if rows are divided over devices."""
+    axes: list[int | None] = [None] * len(divided.results)
+
+    def in_layouts(*xs: Any) -> None:
+        call = _call(like, _with_loss(divided.flat), divided, xs)
+        if call.devices.mesh is None and call.devices.distributed is False:
+            return
+        traced = trace(call)
+        with contextlib.suppress(Exception):  # then no results have rows
+            of_one = partition(traced)
+            types, strided = of_one.closed.out_avals, of_one.strided
+            by_place = rows.axes_of_results(call, of_one.part, types, strided)
+            axes[:] = by_place[1:]
+
+    jax.eval_shape(in_layouts, *divided.types)
+    return axes
+
+
+def _gradient(like: Call, divided: Divided, xs: Sequence[Any]) -> list[Any]:
+    """The results of a gradient: the loss is the sum of cotangents times results."""
+    gradient: Any = divided.of
+    n = len(gradient.base.types)
+    program = gradient.base.program if gradient.outs else gradient.base.silent
+    jaxpr = jaxprs.unrounded(program.jaxpr, gradient.given)
+    smooth = [jaxpr.outvars[i] for i in gradient.given]
+    outs = [program.jaxpr.outvars[i] for i in gradient.outs]
+    program = jaxprs.Program(jaxpr.replace(outvars=[*smooth, *outs]), program.consts)
+
+    def loss(*xs: Any) -> tuple[jax.Array, list[Any]]:
+        out = jaxprs.results(program, xs[:n])
+        terms, rest = out[: len(smooth)], out[len(smooth) :]
+        if not outs:  # else there is one alone, whose cotangent is 1
+            terms = [paired(x, ct) for x, ct in zip(terms, xs[n:], strict=True)]
+        return functools.reduce(jnp.add, terms), rest
+
+    call = _call(like, loss, divided, xs, gradient.wrt)
+    (_, out), (grads, of_rows) = value_and_grad(call)
+    by_place = dict(zip(call.roles["argnums"], grads, strict=True))
+    by_place |= zip(call.roles["batch_argnums"], of_rows, strict=False)
+    types = divided.results[len(gradient.outs) :]
+    pairs = zip(gradient.wrt, types, strict=True)
+    grads = [by_place[i].astype(x.dtype) for i, x in pairs]
+    return [*out, *grads]
+
+
+def _call(
+    like: Call,
+    fun: Callable[..., Any],
+    divided: Divided,
+    xs: Sequence[Any],
+    wrt: Sequence[int] = (),
+) -> Call:
+    """A call like another, of a function of arrays, each of which is an argument."""
+    split = [i for i, axis in enumerate(divided.axes) if axis is not None]
+    moved = [i for i in split if i in wrt]
+    params = tuple(i for i in wrt if i not in moved)
+    batch = (*moved, *(i for i in split if i not in moved))
+    roles: dict[str, tuple[Argument, ...]] = dict.fromkeys(ROLES, ())
+    roles |= {"argnums": params, "batch_argnums": batch}
+    options = like.options._replace(
+        fun=fun, num_microbatches=divided.number, argnums=params, batch_argnums=batch
+    )
+    devices, number = like.devices, divided.number
+    if devices.axes:
+        devices = devices.with_params(tuple(xs[i] for i in params))
+    call = Call(
+        options,
+        tuple(xs),
+        {},
+        roles=roles,
+        batch_axes=[divided.axes[i] for i in batch],
+        devices=devices.for_arrays(xs, options.optimize),
+        rows=len(moved),
+        sums=True,
+    )
+    pairs = zip(call.batch, call.split_axes, strict=True)
+    lengths = [jnp.shape(x)[axis] for x, axis in pairs]
+    # If one is not even, all have the rows of the batch, see `batches`.
+    uneven = [n for n in lengths if isinstance(n, int) and n % number]
+    return call.in_pieces(uneven[0], number) if uneven and not devices.axes else call
+
+
+def _unknown(*args: Any) -> None:
+    """In place of a function, so that nothing keeps what it closes over."""
+
+
+def _with_loss(
+    fun: Callable[..., Any], axes: tuple[str, ...] = ()
+) -> Callable[..., Any]:
+    def with_loss(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
+        return collectives.vary(jnp.zeros([]), axes), fun(*args, **kwargs)
+
+    return with_loss

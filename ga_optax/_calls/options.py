@@ -10,15 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from ga_optax._checks import (
-    check_callable,
-    check_dtype,
-    check_int,
-    check_num_microbatches,
-    is_int,
-)
-from ga_optax._devices.data_axis import as_data_axis
-from ga_optax._loop import folds
+from .. import _checks
+from .._devices.meshes import as_data_axis
+from .._loop import micro_step
 
 ROLES = ("argnums", "batch_argnums", "rng_argnums", "carry_argnums")
 # Keywords may have two of them, under these options.
@@ -74,17 +68,19 @@ class Options(NamedTuple):
         accumulator may have logical devices.
         """
         todo = "Pass the loss function itself, not its value."
-        check_callable("fun", self.fun, "of the parameters and the batch", todo)
+        _checks.check_callable("fun", self.fun, "of the parameters and the batch", todo)
         if self.weight_fn is not None:
             todo = "Pass None to count every micro-batch as 1."
-            check_callable("weight_fn", self.weight_fn, "of the batch arguments", todo)
+            _checks.check_callable(
+                "weight_fn", self.weight_fn, "of the batch arguments", todo
+            )
         for name, todo in _BOOLS.items():
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, but it is {value!r}. {todo}")
-        folds.check_option(self.aux)
+        micro_step.check_aux(self.aux)
         _check_residual_bytes(self.residual_bytes)
         for axis in jax.tree.leaves(self.batch_axes):
-            if not is_int(axis):
+            if not _checks.is_int(axis):
                 raise TypeError(
                     "batch_axes must be an int, None, or a tree of those that is a "
                     f"prefix of the batch, but it holds {axis!r}. Pass the axis to "
@@ -93,7 +89,7 @@ class Options(NamedTuple):
         options = self._replace(
             data_axis=as_data_axis(self.data_axis),
             **self._checked_number(),
-            accumulator_dtype=check_dtype(self.accumulator_dtype),
+            accumulator_dtype=_checks.check_dtype(self.accumulator_dtype),
             **{name: _positions(name, getattr(self, name)) for name in ROLES},
             **{name: _names(name, getattr(self, name)) for name in NAMES.values()},
         )
@@ -122,9 +118,9 @@ class Options(NamedTuple):
                 "many rows each has."
             )
         if size is None:
-            return {"num_microbatches": check_num_microbatches(number)}
+            return {"num_microbatches": _checks.check_num_microbatches(number)}
         todo = "Pass how many rows one forward and backward pass sees."
-        check_int("microbatch_size", size, todo)
+        _checks.check_int("microbatch_size", size, todo)
         return {"num_microbatches": 1, "microbatch_size": size}
 
     def _check_num_real(self) -> None:
@@ -158,7 +154,10 @@ class Options(NamedTuple):
         roles: dict[str, list[Argument]] = {role: [] for role in ROLES}
         for role in ROLES:
             value, named = getattr(self, role), NAMES.get(role, "")
-            places = *((value,) if is_int(value) else value), *getattr(self, named, ())
+            places = (
+                *((value,) if _checks.is_int(value) else value),
+                *getattr(self, named, ()),
+            )
             for i in places:
                 option = named if isinstance(i, str) else role
                 if num_args is not None:
@@ -226,7 +225,9 @@ def _names_of_positions(fun: Any) -> list[str]:
 
 def _check_residual_bytes(residual_bytes: Any) -> None:
     """Raises unless it is a number of bytes, or None."""
-    if residual_bytes is None or (is_int(residual_bytes) and residual_bytes >= 0):
+    if residual_bytes is None or (
+        _checks.is_int(residual_bytes) and residual_bytes >= 0
+    ):
         return
     raise ValueError(
         "residual_bytes must be a number of bytes, 0 or more, but it is "

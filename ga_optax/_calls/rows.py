@@ -1,39 +1,40 @@
-"""The rows of each micro-batch, and the results for the rows of the whole batch.
+"""Rows of micro-batches and of results; regions of a mesh.
 
-A micro-batch holds neighbouring rows, unless the compiler is known to distribute the
-batch and rows do not meet: then it holds every k-th row, and no row moves between
-devices. If the compiler decides later, when the program is lowered, the choice stays
-open, provided that the program is the same in both cases.
+    row i of micro-batch j  <->  row of the batch        one to one
+
+Which rows a micro-batch holds, and the results for all rows. Then a call at top level
+with a data axis.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from ga_optax import config
-from ga_optax._calls.call import Call
-from ga_optax._calls.devices import Devices
-from ga_optax._devices import membership, meshes
-from ga_optax._loop.folds import FOLDS
-from ga_optax._loop.run import Outcome
-from ga_optax._partition import (
-    PARTIAL,
-    WHOLE,
-    Argument,
-    Axis,
-    Layout,
-    Partitioned,
-    Rows,
-    Uneven,
-    is_inexact,
-    partition,
-)
-from ga_optax._partition.values import type_here
-from ga_optax._passes import read
-from ga_optax._window.flat import LONGEST
+from .. import config
+from .._devices import collectives, meshes
+from .._loop.loop import Outcome
+from .._loop.micro_step import FOLDS
+from .._partition.held import PARTIAL, WHOLE, Axis, Layout, Rows, Uneven, type_here
+from .._partition.partitioned import Argument, Partitioned, partition
+from .._passes import jaxprs
+from .._passes.jaxprs import is_inexact
+from .._passes.shards import Shard, either
+from .._window.flat import LONGEST
+from .batches import Devices, DoesNotFitError
+from .call import Call
+
+# == Rows ==============================================================================
+# The rows of each micro-batch, and the results for the rows of the whole batch.
+#
+# A micro-batch holds neighbouring rows, unless the compiler is known to distribute the
+# batch and rows do not meet: then it holds every k-th row, and no row moves between
+# devices. If the compiler decides later, when the program is lowered, the choice stays
+# open, provided that the program is the same in both cases.
 
 # The folds of results without rows, by layout.
 FOLD_OF_LAYOUT = {"whole": "last", "partial": "sum"}
@@ -57,7 +58,7 @@ def types_of_all(call: Call) -> list[Any]:
 # -- Which rows a micro-batch has ------------------------------------------------------
 
 
-def split(
+def choose_rows(
     call: Call, jaxpr: Any, like: Partitioned | None = None
 ) -> tuple[Partitioned, bool | None]:
     """The program of a micro-batch, with results in the layouts of `like`, if given.
@@ -131,7 +132,7 @@ def split_by_type(call: Call) -> tuple[Any, int] | None:
 
 def _is_same(jaxpr: Any, near: Partitioned, far: Partitioned, size: int) -> bool:
     """True if a program is the same of neighbours and of every k-th row."""
-    if far.in_gradient is not None or read.form(near.jaxpr) != read.form(far.jaxpr):
+    if far.in_gradient is not None or jaxprs.form(near.jaxpr) != jaxprs.form(far.jaxpr):
         return False
     # Which micro-batch has a row may stand in a constant alone.
     for x, y in zip(near.consts, far.consts, strict=True):
@@ -157,7 +158,7 @@ def _arguments(call: Call, jaxpr: Any, rows: Sequence[Rows]) -> list[Argument]:
     """
     n = len(jaxpr.invars) - len(rows)
     params, batch = jaxpr.invars[:n], jaxpr.invars[n:]
-    any_argument = not (call.sums or any(read.num_readers(jaxpr, x) for x in params))
+    any_argument = not (call.sums or any(jaxprs.num_readers(jaxpr, x) for x in params))
 
     def smooth(x: Any) -> bool:
         return any_argument and is_inexact(x.aval)
@@ -190,7 +191,7 @@ def returned(
     ]
     if len(leaves) > len(jaxpr.outvars):  # the loss once more, whole
         leaves[0] = leaves.pop()
-    for y in read.roundings(jaxpr, jaxpr.outvars[0]):
+    for y in jaxprs.roundings(jaxpr, jaxpr.outvars[0]):
         leaves[0] = leaves[0].astype(y.aval.dtype)
     return [_of_type(x, v.aval) for x, v in zip(leaves, jaxpr.outvars, strict=True)]
 
@@ -224,7 +225,7 @@ def merged(
     return last._replace(results=results, rows=grads)
 
 
-def gradients(
+def gradients_of_rows(
     call: Call, stacks: Sequence[jax.Array], strided: bool | None
 ) -> list[jax.Array]:
     """Gradients of leaves of the batch, from those of each micro-batch along axis 0."""
@@ -271,7 +272,7 @@ def _joined(
     if devices.bound and segments > 1:
         x = jax.lax.all_gather(x, devices.bound, tiled=True)
     if strided is None or segments == 1:
-        return membership.join(x, d, None if strided is None else False)
+        return collectives.join_rows(x, d, None if strided is None else False)
     x = jnp.moveaxis(x, 0, d)
     before, (parts, n), after = x.shape[:d], x.shape[d : d + 2], x.shape[d + 2 :]
     shape, spec = (*before, parts * n, *after), meshes.spec_of_type(x)
@@ -280,3 +281,166 @@ def _joined(
         return x.reshape(shape)
     spec = *spec[: d + 1], *spec[d + 2 :]
     return jax.lax.reshape(x, shape, out_sharding=meshes.on_mesh_of(x, spec))
+
+
+# == Regions ===========================================================================
+
+REPLICATED: Any = PartitionSpec()
+
+
+class ManualAxisError(DoesNotFitError):
+    """`fun` shards something over a data axis that is bound, or over its mesh."""
+
+
+def over_mesh(
+    call: Call,
+    run: Callable[..., Any],
+    *others: tuple[Any, Any],
+    results: Any,
+    check_vma: bool,
+    closed_over: Sequence[Any] = (),
+) -> Any:
+    """`run(call, *others)` in a `shard_map` over the data axes.
+
+    Args:
+      call: the call at top level.
+      run: the function that each device runs on its part of the call.
+      others: further arguments, each with its specs.
+      results: the specs of the results; `gradients(call)` are those of gradients.
+      check_vma: as for `jax.shard_map`. JAX has no types for an axis beside the mesh,
+        nor for a constraint over all of it.
+      closed_over: the arrays that `fun` closes over, as far as they are known.
+    """
+    options, mesh, axes = call.options, call.devices.mesh, call.devices.axes
+    operands, specs = call.others, dict.fromkeys(call.others, REPLICATED)
+    for role in call.roles:
+        operands |= call.leaves(role)
+        specs |= dict.fromkeys(call.leaves(role), REPLICATED)
+    of_params = [place.spec for place in call.devices.params]
+    specs |= zip(call.leaves("argnums"), of_params, strict=True)
+    of_batch = [meshes.split_spec(axes, axis) for axis in call.split_axes]
+    specs |= zip(call.leaves("batch_argnums"), of_batch, strict=True)
+    inside = call.devices._replace(mesh=None, is_checked=check_vma)
+    values, of_others = [x for x, _ in others], [spec for _, spec in others]
+    given = {id(x) for x in operands.values()}
+    more = {
+        -1 - i: x
+        for i, x in enumerate(closed_over)
+        if collectives.is_operand(x) and id(x) not in given
+    }
+    known, perhaps = _dims_of_shards(call, call.others | more)
+    operands |= {n: x for n, x in more.items() if n in known or n in perhaps}
+    specs |= dict.fromkeys(operands.keys() & more.keys(), REPLICATED)
+
+    def mapped(dims: Mapping[int, int]) -> Callable[[Any], Any]:
+        """The function, to which some operands come split along a dimension."""
+
+        def local(leaves: Any, num_real: Any, *others: Any) -> Any:
+            shards = {n: Shard(leaves[n], d, axes) for n, d in dims.items()}
+            whole = {n: x.whole() for n, x in shards.items()}
+            # What fun closes over it sees as it is outside.
+            by_id = {id(more.get(n, whole[n])): x for n, x in shards.items()}
+            here = call.with_leaves(leaves | whole)._replace(
+                options=options._replace(num_real_microbatches=num_real),
+                devices=inside._replace(shards=by_id),
+            )
+            return run(here, *others)
+
+        of_shards = {n: meshes.split_spec(axes, d) for n, d in dims.items()}
+        in_and_out = (specs | of_shards, REPLICATED, *of_others), results
+        region = collectives.over_mesh(local, mesh, axes, in_and_out, check_vma)
+        return lambda args: region(*args)
+
+    args = operands, options.num_real_microbatches, *values
+    if not perhaps:
+        return mapped(known)(args)
+    watched = [operands[n] for n in perhaps]
+    return either(mapped(known), mapped(known | perhaps), args, watched, axes)
+
+
+def _dims_of_shards(
+    call: Call, arrays: Mapping[int, Any]
+) -> tuple[dict[int, int], dict[int, int]]:
+    """The dimensions along which the data axes shard arrays without rows or gradients.
+
+    Returns: the dimensions of arrays that are sharded, and of arrays that may be.
+    """
+    known: dict[int, int] = {}
+    perhaps: dict[int, int] = {}
+    axes, devices = call.devices.axes, call.devices.number
+    for n, x in arrays.items() if call.options.optimize and devices > 1 else ():
+        dims = meshes.dims_that_split(x, devices)
+        if not dims or jaxprs.numbers(x.shape) * x.dtype.itemsize < _SMALL:
+            continue
+        spec = meshes.known_spec(x)
+        named = [bool({*meshes.names_in(x)} & {*axes}) for x in spec or ()]
+        if any(named):
+            known[n] = next((d for d in dims if any(named[d : d + 1])), dims[0])
+        elif spec is None:
+            perhaps[n] = dims[0]
+    return known, perhaps
+
+
+_SMALL = 2**16  # bytes: what has fewer is gathered once, for a message takes longer
+
+
+def specs_of_gradients(call: Call) -> Any:
+    """The specs of gradients, which come back from the region."""
+    specs = [place.spec for place in call.devices.gradients]
+    return jax.tree.structure(call.params).unflatten(specs) if specs else ()
+
+
+# -- The errors of JAX about axes ------------------------------------------------------
+
+
+@contextlib.contextmanager
+def errors_explained(call: Call) -> Iterator[None]:
+    """Adds to the errors of JAX about axes what to do, in the words of the options."""
+    try:
+        yield
+    except (NameError, NotImplementedError, ValueError) as error:
+        text = str(error)
+        for words, todo in _ADVICE.items():
+            if words in text:
+                error.add_note(todo)
+        names = [name for name in call.devices.bound if f"'{name}'" in text]
+        if names and "Manual" in text:
+            todo = _SHARDS if "constraint" in text else _CLOSES
+            text = f"{todo.format(names[0])} JAX says: {error}"
+            raise ManualAxisError(text) from error
+        raise
+
+
+_AS_ARGUMENT = "an argument without a role goes whole to every device."
+_ADVICE = {
+    "unbound axis name": "fun communicates over an axis that is not bound here. With "
+    "value_and_grad fun needs no collectives: it sees all rows.",
+    "Closing over": "In terms of ga_optax: if fun closes over an array that lies on "
+    f"the mesh, pass it as an argument: {_AS_ARGUMENT}",
+}
+
+# The advice on a sharding over a data axis that is bound, and on an array of the mesh.
+_SHARDS = (
+    "With a data_axis fun must not shard anything over it by a PartitionSpec, since it "
+    "sees the rows of one device, but it names {!r}. Pass with_sharding_constraint a "
+    "NamedSharding, out of which the data axis is taken, or a PartitionSpec of other "
+    "axes alone (in Flax, take the name out of the logical axis rules, in Haliax out "
+    "of the axis mapping). In your own jax.shard_map, pass check_vma=False, too. Or "
+    'pass sync="each", or no data_axis, and every micro-batch is reduced.'
+)
+_CLOSES = (
+    "With a data_axis fun must get arrays as arguments, since it runs on one device of "
+    "{!r}, but here it closes over an array that lies on the mesh. Pass the array: "
+    + _AS_ARGUMENT
+)
+
+
+def check_not_reduced(call: Call, loss: Any) -> None:
+    """Raises if the loss is that of all devices already."""
+    reduced = [name for name in call.devices.bound if name not in meshes.varying(loss)]
+    if reduced and meshes.checks_varying():
+        raise DoesNotFitError(
+            "fun must return the loss of one device's micro-batch, but its loss is the "
+            f"same on all devices along {reduced[0]!r}: it is reduced already. Take "
+            "the psum or pmean out of fun: the window is reduced once, at its end."
+        )

@@ -1,17 +1,31 @@
-"""What micro-batches do not compute: all rows at once, and what does not fit."""
+"""All rows at once, and errors and advice where rows meet.
 
+What a program that is not divided runs; options that do not fit where rows meet; advice
+on what is computed of all rows; derivatives that a window lacks.
+"""
+
+import collections
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.extend import core
 
-from ga_optax._calls import batches, rows
-from ga_optax._calls.call import Call
-from ga_optax._calls.devices import DoesNotFitError
-from ga_optax._checks import divisors, one_of
-from ga_optax._partition import Axis, Partitioned, meeting_of
-from ga_optax._passes import places, read
-from ga_optax._text import warn
+from .._checks import divisors, one_of
+from .._partition.custom import calls_rules, is_of_jax
+from .._partition.held import Axis, Note, meeting_of
+from .._partition.partitioned import Partitioned
+from .._passes import about, jaxprs
+from .._passes.equation import Divided
+from .._text import warn
+from .._window.schedule import MEETINGS
+from . import batches, rows
+from .batches import DoesNotFitError, nbytes
+from .call import Call
+
+# == All rows at once ==================================================================
 
 Pair = tuple[tuple[jax.Array, Any], Any]  # ((loss, aux), gradients)
 
@@ -77,8 +91,8 @@ def does_not_divide(call: Call, jaxpr: Any) -> DoesNotFitError:
     total = rows.parts_of(call).total
     one = rows.of_neighbours(call, jaxpr, total)  # each row by itself
     axis = Axis(rows.AXIS, total, 0)
-    met = next(filter(axis.is_meeting, read.equations(one.jaxpr)), None)
-    where = f", and rows meet at {places.place_of(met.source_info)}" if met else ""
+    met = next(filter(axis.is_meeting, jaxprs.equations(one.jaxpr)), None)
+    where = f", and rows meet at {about.place_of(met.source_info)}" if met else ""
     number, came, _ = batches.counted_rows(call, hint=True)
     k, name = call.size + 1, came.partition(" has shape")[0]
     leaves = jax.tree.leaves(call.role("batch_argnums"))
@@ -97,11 +111,13 @@ def check_options(call: Call, part: Partitioned) -> None:
     Sums without parameters, such as counts, fit all options: they are added up first.
     """
     devices = call.devices
-    gathered = (e for e in read.equations(part.jaxpr) if meeting_of(e) == "all_gather")
+    gathered = (
+        e for e in jaxprs.equations(part.jaxpr) if meeting_of(e) == "all_gather"
+    )
     e = next(gathered, part.in_gradient)
     if e is None:
         return
-    where = f"rows meet at {places.place_of(e.source_info)}"
+    where = f"rows meet at {about.place_of(e.source_info)}"
     if devices.each or devices.scatters:
         raise DoesNotFitError(
             f'If rows meet, data_axis must have sync="last", but {where}, and it is '
@@ -121,3 +137,193 @@ def check_options(call: Call, part: Partitioned) -> None:
             f"data_axis=, but {where}, and the batch is sharded as {spec} along "
             f"axis {axis}. Pass data_axis={spec[axis]!r}."
         )
+
+
+# == Advice ============================================================================
+# Advice on code that each micro-batch computes for all rows, and the warning of it.
+#
+# The partition records the lines. A call warns of the lines if a micro-batch computes
+# more for all rows than for its own rows: then more micro-batches save little memory.
+
+_OF_INDEX = (
+    "An index may reach any row. If each row has its own, such as the nodes of its own "
+    "graph, index inside of a row, by jax.vmap or take_along_axis, and add no offsets."
+)
+# The advice on primitives that are computed for all rows.
+_TODO = {
+    "while": "A loop that runs until all rows are done has all of them in every "
+    "micro-batch. Give each row a loop of its own, by jax.vmap.",
+    **dict.fromkeys(("gather", "scatter", "scatter-max", "scatter-min"), _OF_INDEX),
+    "reshape": "A reshape cuts rows into pieces, and micro-batches would have unequal "
+    "numbers of them: choose a number of pieces that num_microbatches divides, or "
+    "fewer micro-batches.",
+    "dynamic_update_slice": "Join the new part and the old one by jnp.concatenate.",
+}
+_OF_EFFECT = (
+    "Code that prints, checks or calls back gets all rows at once: give it fewer "
+    "numbers, such as a sum over rows."
+)
+_OF_ANY_OTHER = (
+    "If no row needs another there, write it for one row, under jax.vmap. If rows must "
+    "meet, more micro-batches save no memory there."
+)
+_MOST_LINES = 4
+
+
+def advice_on_primitives(whole: Sequence[Note]) -> list[str]:
+    """Returns the advice on the primitives in `_TODO`, each sentence once."""
+    reads = lambda x: x.name.startswith("what ")  # noqa: E731
+    todo = (_OF_EFFECT if reads(x) else _TODO.get(x.name) for x in whole)
+    return list(dict.fromkeys(filter(None, todo)))
+
+
+def advice_on_hidden(whole: Sequence[Note]) -> str:
+    """Returns the advice on code that cannot be read; "" if there is no such code."""
+    hidden = {x: about.hidden_kind(x.name) for x in whole if about.hidden_kind(x.name)}
+    if not hidden:
+        return ""
+    counts = collections.Counter(hidden.values())
+    kinds = [f"{n} {kind}{'' if n == 1 else 's'}" for kind, n in counts.items()]
+    are = "is" if len(hidden) == 1 else "are"
+    lines = (
+        re.match(r"(.*?:\d+):\d+ \((.*?)\)", about.short_line(x.line)) for x in hidden
+    )
+    named = dict.fromkeys(f"{x[2]} ({x[1]})" for x in lines if x)
+    what = " and ".join(named) or "what calls it"
+    return (
+        f"{' and '.join(kinds)} {are} computed whole: wrap {what} in ga_optax.rowwise "
+        "if its rows do not need each other."
+    )
+
+
+def warn_of_whole(call: Call, jaxpr: core.Jaxpr, part: Partitioned) -> None:
+    """Warns of each set of lines once, if a micro-batch computes more for all rows.
+
+    `plan` prints the warning, too. If rows only meet, which no other code avoids, the
+    limit is the number of bytes that the whole batch computes. `jaxpr` is the program
+    of the whole batch.
+    """
+    if rows.is_open(jaxpr):
+        return
+    size, of_batch = call.size, part.jaxpr.invars[-1 - len(call.batch) :]
+    for_all, for_own = _computed(part.jaxpr, of_batch, ())
+    if for_all <= for_own * (1 if part.whole else size):
+        return
+    lines = [f"{x.name.rstrip(',')}, at {x.line}" for x in part.whole] or [
+        f"{jaxprs.name_of(e)}, at {about.place_of(e.source_info)}"
+        for e in jaxprs.equations(part.jaxpr)
+        if e.primitive.name in MEETINGS
+    ]
+    lines = tuple(dict.fromkeys(lines))[:_MOST_LINES]
+    todo = "If rows must meet there, more micro-batches save no memory."
+    if part.whole:
+        texts = *advice_on_primitives(part.whole), advice_on_hidden(part.whole)
+        todo = " ".join(filter(None, texts))
+    what = "; ".join(lines) + (", computed whole" if part.whole else "")
+    text = (
+        f"Each of {size} micro-batches computes {for_all:,} bytes for all rows, "
+        f"and {for_own:,} for its own rows: {what}. "
+        f"{todo or _OF_ANY_OTHER} ga_optax.batch_dependencies shows every line."
+    )
+    about.log_sentence(text)
+    if lines not in _warned:
+        _warned.add(lines)
+        warn(text)
+
+
+_warned: set[tuple[str, ...]] = set()  # the lines of each warning
+
+
+def _computed(
+    jaxpr: core.Jaxpr, of_rows: Iterable[Any], of_all: Iterable[Any]
+) -> tuple[int, int]:
+    """The bytes that a micro-batch computes forward: for all rows, for its own rows.
+
+    Integers do not count, such as the indices by which rows are shuffled.
+
+    Args:
+      jaxpr: the program of the micro-batch.
+      of_rows: the arguments that have the rows of the micro-batch.
+      of_all: the arguments that depend on all rows, alike in all micro-batches.
+    """
+    meetings = (e for e in jaxpr.eqns if e.primitive.name in MEETINGS)
+    of_all = [*of_all, *(x for e in meetings for x in e.outvars)]
+    of_all = jaxprs.following(jaxpr, of_all)
+    of_rows = jaxprs.following(jaxpr, of_rows, list(MEETINGS))
+    total = [0, 0]
+    for e in jaxpr.eqns:
+        for program in jaxprs.inner_programs(e):
+            pairs = list(zip(program.invars, jaxprs.operands(e, program), strict=False))
+            inside = [
+                [x for x, y in pairs if jaxprs.is_among(y, group)]
+                for group in (of_rows, of_all)
+            ]
+            for i, n in enumerate(_computed(program, *inside)):
+                total[i] += jaxprs.times(e) * n
+        if jaxprs.inner_programs(e):
+            continue
+        size = sum(nbytes(x.aval) for x in filter(jaxprs.is_inexact, e.outvars))
+        if not of_rows.isdisjoint(e.outvars):
+            total[1] += size
+        elif not of_all.isdisjoint(e.outvars):
+            total[0] += size
+    return total[0], total[1]
+
+
+# == Second derivatives ================================================================
+# Custom derivative rules, of which a window has the first derivatives alone.
+#
+# The program of a window has no rules for second derivatives. On a mesh JAX would
+# differentiate the program, so functions with such rules are refused.
+
+
+class NoDerivativeError(NotImplementedError):
+    """A derivative that cannot be had."""
+
+
+def custom_rule_in(jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
+    """A call in a program that has a rule which may not be the true derivative.
+
+    Rules of JAX for forward mode are true derivatives if they call no other rules.
+    """
+    for e in jaxprs.equations(jaxpr):
+        name = e.primitive.name
+        if name == "custom_vjp_call":
+            return e
+        if name == "custom_jvp_call" and (not is_of_jax(e) or calls_rules(e)):
+            return e
+        divided = e.params.get("function")
+        if isinstance(divided, Divided) and custom_rule_in(divided.program.jaxpr):
+            return e
+    return None
+
+
+def derivative_refused(call: Call, e: core.JaxprEqn, what: str) -> Exception:
+    """The error of a derivative that cannot be had, of a program with such a call."""
+    bound = call.devices.bound
+    where = f"a jax.shard_map binds {bound}" if bound else "the mesh has them"
+    return NoDerivativeError(
+        f"{what} cannot be differentiated in a jax.shard_map, or with mesh axes of "
+        "explicit type, if fun has a derivative rule of its own, but fun has "
+        f"{e.primitive.name} at {about.place_of(e.source_info)}, and {where}. Call "
+        "the function of ga_optax at top level, with data_axis=ga_optax.DataAxis(name, "
+        "mesh=mesh) and mesh axes of the type Auto."
+    )
+
+
+def not_differentiable(x: Any, error: Exception) -> Any:
+    """The same array, which raises `error` if it is differentiated."""
+    same = jax.custom_jvp(lambda x: x)
+
+    @same.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        raise error
+
+    return same(x)
+
+
+def differentiable_once(x: Any, error: Exception) -> Any:
+    """The same array, which raises `error` if it is differentiated twice."""
+    same = jax.custom_jvp(lambda x: x)
+    same.defjvp(lambda xs, ts: (not_differentiable(xs[0], error), ts[0]))
+    return same(x)

@@ -1,10 +1,7 @@
 """Memory and communication of a compiled step.
 
-    plan         the fewest micro-batches that fit into memory
-    sizes        numbers of bytes in words, and back
-    machines     compilers of machines that this process does not have
-    audit        every collective of a compiled step
-    hlo          the parser of compiled programs
+    plan   the fewest micro-batches that fit into memory, on this machine or another
+    audit  every collective of a compiled step, from its HLO
 
-Imports the root, and `_passes.log`.
+Imports the root, and `_passes.about`.
 """

@@ -1,17 +1,27 @@
-"""The collectives of a compiled program, as a table with a verdict.
+"""`audit`: the collectives of a compiled program, as a table with a verdict.
 
-`hlo` reads the program. This module finds the instructions that communicate and the
-mesh axes that they communicate over.
+    bytes over the network  =  Σ bytes of a collective · runs of the loops around it
+
+The table comes first, then the parser of optimised HLO that it reads.
 """
 
 import dataclasses
+import itertools
+import math
 import re
+from collections.abc import Iterator, Sequence
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from ga_optax import _text
-from ga_optax._compiled import hlo
+from .. import _text
+
+# == The table of collectives ==========================================================
+# The collectives of a compiled program, as a table with a verdict.
+#
+# The parser below reads the program. Here are the instructions that communicate, and
+# the mesh axes that they communicate over.
 
 # An asynchronous pair counts once, at its start.
 _KIND = re.compile(
@@ -56,7 +66,7 @@ class Collective:
     @property
     def times(self) -> int | None:
         """The largest number of runs in one call; None if unknown."""
-        return hlo.times(self.loops)
+        return num_runs(self.loops)
 
     @property
     def total_bytes(self) -> int | None:
@@ -221,23 +231,407 @@ def audit(
             "mesh of the program, for the names of the axes."
         )
     collectives, chains = [], set()
-    for placed in hlo.parse(text).walk():
+    for placed in parse_hlo(text).walk():
         instruction = placed.instruction
         kind = _KIND.fullmatch(instruction.opcode)
         # On TPUs, the fusions that start, hide and end a collective all contain it.
-        chain = instruction.attribute(hlo.CHAIN), placed.loops, placed.conditional
+        chain = instruction.attribute(CHAIN), placed.loops, placed.conditional
         if kind is None or chain in chains:
             continue
         chains |= {chain} if chain[0] else set()
-        size = sum(map(hlo.num_bytes, instruction.operand_types))
-        groups = instruction.attribute(hlo.GROUPS)
-        context = hlo.axes_of(groups, mesh), placed.loops, placed.conditional
-        source = instruction.attribute(hlo.SOURCE)
+        size = sum(map(num_bytes, instruction.operand_types))
+        groups = instruction.attribute(GROUPS)
+        context = axes_of(groups, mesh), placed.loops, placed.conditional
+        source = instruction.attribute(SOURCE)
         if source.endswith(
             "/shard_map"
         ):  # jax 0.10 names the operation, not the argument
-            source = hlo.argument(instruction) or source
+            source = argument_read(instruction) or source
         source, name = source.replace("\\'", "'"), instruction.name
-        opcode = "reduce-scatter" if hlo.is_scattered(placed) else kind[1]
+        opcode = "reduce-scatter" if is_scattered(placed) else kind[1]
         collectives.append(Collective(opcode, name, size, groups, *context, source))
     return Audit(tuple(collectives))
+
+
+# == The parser ========================================================================
+# A parser for optimised HLO, the text of the program that XLA runs.
+#
+# A module consists of computations, and a computation of instructions. An instruction
+# may call further computations: the body of a loop, the branches of a conditional, what
+# a fusion computes. `Module.walk` follows these calls from the entry, so that each
+# instruction comes with the loops around it.
+
+# By name, in the order of the program.
+Computation = dict[str, "Instruction"]
+# The name of each `while` instruction, outermost first, and its trip count if known.
+EnclosingLoops = tuple[tuple[str, int | None], ...]
+
+_SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<=]*)\]")
+_HEAD = re.compile(r"\s*(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{\s*$")
+_TARGET = re.compile(r"^\s*(?:ROOT\s+)?%?([\w.\-]+)\s*=\s*")
+_OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
+_INDEX = re.compile(r"\bindex=(\d+)")
+_COMMENT = re.compile(r"/\*.*?\*/")  # counts the elements of a tuple
+_CALLED = re.compile(
+    r"\b(calls|to_apply|body|condition|\w+_computations?)=(%?[\w.\-]+|\{[^}]*\})"
+)
+# The JAX operation of an instruction.
+SOURCE = re.compile(r'op_name="([^"]*)"')
+# The asynchronous collective of a TPU to which an instruction belongs.
+CHAIN = re.compile(r'chain_id="(\d+)"')
+# How often the body of a `while` runs. Older versions print the backend's configuration
+# as a string with escaped quotes.
+TRIPS = re.compile(r'known_trip_count\\?"?\s*:\s*\{\s*\\?"?n\\?"?\s*:\s*\\?"?(\d+)')
+# The groups of devices that communicate, as printed.
+GROUPS = re.compile(
+    r"(?:replica_groups|source_target_pairs)=("
+    r"\{(?:\{[^}]*\},?)*\}"  # {{0,1},{2,3}}
+    r"|\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?"  # [2,2]<=[4], [2,2]<=[2,2]T(1,0)
+    r"|mesh\[[^\]]*\]\s*\{[^}]*\})"  # mesh['data'=4] {'data'}
+)
+
+
+# -- The program -----------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Instruction:
+    """One line of a computation: `name = type opcode(arguments), attributes`.
+
+    Attributes:
+      name: the name, unique in the module.
+      type: the type of the result, as printed; see `shapes` and `num_bytes`.
+      opcode: the operation, such as "add", "while" or "all-reduce-start".
+      operands: the operands as printed: names, with their types in older versions of
+        XLA, or the value of a constant.
+      attributes: the text after the parentheses.
+      is_root: whether the result is the result of the computation.
+      computation: the computation that contains the instruction.
+    """
+
+    name: str
+    type: str
+    opcode: str
+    operands: list[str]
+    attributes: str
+    is_root: bool
+    computation: Computation = dataclasses.field(repr=False)
+
+    @property
+    def operand_types(self) -> list[str]:
+        """The type of each operand."""
+        types = []
+        for operand in self.operands:
+            source = self.computation.get(_name(operand))
+            printed = _SHAPE.search(operand) or source is None
+            types.append(operand if printed else source.type)
+        return types
+
+    def operand(self, i: int) -> "Instruction":
+        """The instruction that computes operand i, behind copies; raises KeyError."""
+        source = self.computation[_name(self.operands[i])]
+        return source.operand(0) if source.opcode == "copy" else source
+
+    @property
+    def called(self) -> list[str]:
+        """The names of the computations that run when the instruction runs.
+
+        The function that a reduction applies to pairs of scalars is not included. The
+        instruction that starts an asynchronous computation calls the computation.
+        """
+        if self.opcode.endswith(("-update", "-done")):
+            return []
+        names = []
+        for attribute, one_or_more in _CALLED.findall(self.attributes):
+            if attribute != "to_apply" or self.opcode in ("call", "call-start"):
+                names += re.findall(r"[\w.\-]+", one_or_more)
+        return names
+
+    def attribute(self, pattern: re.Pattern[str]) -> str:
+        """The group of `SOURCE`, `GROUPS` or `TRIPS` in the text; "" without match."""
+        match = pattern.search(self.attributes)
+        return match[1] if match else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """An instruction, and its place in the program.
+
+    Attributes:
+      instruction: the instruction.
+      loops: the loops around the instruction.
+      conditional: whether the instruction is in a branch, and may run less often.
+      fused: whether the instruction is in a fusion.
+    """
+
+    instruction: Instruction
+    loops: EnclosingLoops
+    conditional: bool
+    fused: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A program.
+
+    Attributes:
+      computations: all computations, by name.
+      entry: the name of the computation that runs first.
+    """
+
+    computations: dict[str, Computation]
+    entry: str
+
+    def walk(
+        self,
+        name: str | None = None,
+        loops: EnclosingLoops = (),
+        conditional: bool = False,
+        fused: bool = False,
+    ) -> Iterator[Placed]:
+        """All instructions that run, in order, through loops, branches and calls.
+
+        Args:
+          name: the first computation; None is the entry.
+          loops: the loops around the computation.
+          conditional: whether the computation is in a branch.
+          fused: whether the computation is in a fusion.
+        """
+        for instruction in self.computations.get(name or self.entry, {}).values():
+            yield Placed(instruction, loops, conditional, fused)
+            opcode, inside = instruction.opcode, loops
+            if opcode == "while":
+                inside = (*loops, (instruction.name, self.trips(instruction)))
+            kind = conditional or opcode == "conditional", fused or opcode == "fusion"
+            for called in instruction.called:
+                yield from self.walk(called, inside, *kind)
+
+    def trips(self, loop: Instruction) -> int | None:
+        """The trip count of a `while`; None if unknown.
+
+        The programs of TPUs do not print trip counts. There, a counter goes from one
+        constant to another in constant steps.
+        """
+        if printed := loop.attribute(TRIPS):
+            return int(printed)
+        called = {kind: _name(name) for kind, name in _CALLED.findall(loop.attributes)}
+        try:
+            test, body = (
+                root(self.computations[called[kind]]) for kind in ("condition", "body")
+            )
+            index = test.operand(0).attribute(_INDEX)
+            i = int(index)
+            start, step = loop.operand(0).operand(i), body.operand(i)
+            counts = step.opcode == "add" and step.operand(0).attribute(_INDEX) == index
+            ends = start, step.operand(1), test.operand(1)
+            first, by, stop = (int(end.operands[0]) for end in ends)
+        except (KeyError, ValueError, IndexError):
+            return None
+        upwards = test.opcode == "compare" and "direction=LT" in test.attributes
+        constant = all(end.opcode == "constant" for end in ends)
+        known = counts and upwards and constant and by > 0
+        return max(0, -(-(stop - first) // by)) if known else None
+
+
+def argument_read(instruction: Instruction) -> str:
+    """The name of the program's argument that an instruction reads, or ""."""
+    while len(instruction.operands) == 1 and instruction.opcode != "parameter":
+        source = instruction.computation.get(_name(instruction.operands[0]))
+        if source is None:
+            return ""
+        instruction = source
+    is_argument = instruction.opcode == "parameter"
+    return instruction.attribute(SOURCE) if is_argument else ""
+
+
+def root(computation: Computation) -> Instruction:
+    """The instruction that computes the result of a computation."""
+    return max(computation.values(), key=lambda instruction: instruction.is_root)
+
+
+def num_runs(loops: EnclosingLoops) -> int | None:
+    """The number of runs of an instruction in these loops; None if unknown."""
+    trips = [trip for _, trip in loops]
+    return None if None in trips else math.prod(t for t in trips if t is not None)
+
+
+def is_scattered(placed: Placed) -> bool:
+    """True for an all-reduce in a TPU's fusion that reads only slices of the sum."""
+    reduction = placed.instruction
+    if reduction.opcode != "all-reduce" or not placed.fused:
+        return False
+    sums, readers = {reduction.name}, set()
+    for x in reduction.computation.values():
+        if sums.isdisjoint(map(_name, x.operands)):
+            continue
+        if x.opcode == "get-tuple-element":
+            sums.add(x.name)
+        else:
+            readers.add(x.opcode)
+    return readers == {"dynamic-slice"}
+
+
+# -- Types and devices -----------------------------------------------------------------
+
+
+def shapes(type_: str) -> list[tuple[str, tuple[int, ...]]]:
+    """The dtype and shape of every array in a type.
+
+    `(f32[2,3]{1,0}, pred[])` has `("f32", (2, 3))` and `("pred", ())`. A bounded
+    dynamic dimension, `<=8`, counts as its bound.
+    """
+    return [
+        (dtype, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d))
+        for dtype, dims in _SHAPE.findall(type_)
+    ]
+
+
+def num_bytes(type_: str) -> int:
+    """The bytes of all arrays in a type: `(f32[2,3]{1,0}, pred[])` has 25."""
+    bits = 0
+    for dtype, dims in shapes(type_):
+        # Every name says how many bits, except for "pred", "token" and "opaque".
+        digits = re.search(r"\d+", "pred8" if dtype == "pred" else dtype)
+        bits += int(digits[0]) * math.prod(dims) if digits else 0
+    return -(-bits // 8)
+
+
+def group_members(groups: str) -> list[list[int]] | None:
+    """The devices of each group, from any of the three forms that XLA prints.
+
+    `[]` if all devices are one group; None if the form is unknown.
+    """
+    if groups in ("", "{}"):
+        return []
+    if groups.startswith("{"):
+        return [_ints(group) for group in re.findall(r"\{([^{}]*)\}", groups)]
+    if groups.startswith("mesh"):
+        return _along_mesh(groups)
+    iota = re.fullmatch(r"\[([\d,]*)\]<=\[([\d,]*)\](?:T\(([\d,]*)\))?", groups)
+    if iota is None:
+        return None
+    shape, dims = _ints(iota[1]), _ints(iota[2])
+    ids = np.arange(math.prod(dims)).reshape(dims)
+    if iota[3]:
+        ids = ids.transpose(_ints(iota[3]))
+    return ids.reshape(shape).tolist()
+
+
+def _along_mesh(groups: str) -> list[list[int]] | None:
+    """The devices of each group of `mesh['a'=4,'b'=8] {'a','b':(2)4}`.
+
+    `'b':(2)4` is the part of the axis with 4 elements after a part with 2.
+    """
+    mesh, _, over = groups.partition("]")
+    axes = re.findall(r"'([^']*)'\s*=\s*(\d+)", mesh)
+    sizes = {name: int(size) for name, size in axes}
+    parts = [
+        (name, int(before or 1), int(size or sizes[name]))
+        for name, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", over)
+    ]
+    return groups_over(sizes, parts)
+
+
+def groups_over(
+    sizes: dict[str, int], parts: Sequence[tuple[str, int, int]]
+) -> list[list[int]]:
+    """The groups of devices along parts of the axes of a mesh.
+
+    Args:
+      sizes: the sizes of the mesh's axes by name, outermost first.
+      parts: for each part, the name of the axis, the number of elements of the axis
+        before the part, and the number of elements of the part.
+    """
+    names, shape = list(sizes), list(sizes.values())
+    devices = np.arange(math.prod(shape))
+    first = devices  # the first device of each device's group
+    for name, before, size in parts:
+        outside = math.prod(shape[: names.index(name)]) * before
+        inside = len(devices) // (outside * size)
+        first = first - devices // inside % size * inside
+    number = math.prod(size for _, _, size in parts)
+    return np.argsort(first, kind="stable").reshape(-1, number).tolist()
+
+
+def axes_of(groups: str, mesh: Mesh | AbstractMesh | None) -> tuple[str, ...] | None:
+    """The mesh axes whose devices form these groups; None if unknown."""
+    members = group_members(groups)
+    if members is None or mesh is None:
+        return None
+    sizes = {name: mesh.shape[name] for name in mesh.axis_names}
+    wide = [name for name, size in sizes.items() if size > 1]
+    if not members:
+        return tuple(wide)
+    target = set(map(frozenset, members))
+    for number in range(len(wide) + 1):
+        for axes in itertools.combinations(wide, number):
+            parts = [(name, 1, sizes[name]) for name in axes]
+            if set(map(frozenset, groups_over(sizes, parts))) == target:
+                return axes
+    return None
+
+
+# -- The parser ------------------------------------------------------------------------
+
+
+def parse_hlo(text: str) -> Module:
+    """Parses `compiled.as_text()`, or a file that XLA dumped.
+
+    Raises:
+      ValueError: if the text is not an HLO module with an entry.
+    """
+    computations: dict[str, Computation] = {}
+    current, entry = None, None
+    for line in text.splitlines():
+        if current is None or not line.startswith((" ", "\t")):
+            head = _HEAD.match(line)
+            if head and not line.startswith("HloModule"):
+                current = computations[head[2]] = {}
+                entry = head[2] if head[1] else entry
+                continue
+        if line.strip().startswith("}"):
+            current = None
+        elif current is not None and (instruction := _instruction(line, current)):
+            current[instruction.name] = instruction
+    if entry is None:
+        raise ValueError(
+            "The text must be an optimised HLO module with an ENTRY computation, but "
+            f"it begins with {text[:40]!r}. Pass compiled.as_text(), or a file "
+            "*after_optimizations.txt that --xla_dump_to wrote."
+        )
+    return Module(computations, entry)
+
+
+def _instruction(line: str, computation: Computation) -> Instruction | None:
+    name = _TARGET.match(line)
+    rest = _COMMENT.sub("", line[name.end() :]) if name else ""
+    # The type is one shape, or a tuple in parentheses.
+    call = _OPCODE.search(rest, _parts(rest, 0)[1] if rest.startswith("(") else 0)
+    if name is None or call is None:
+        return None
+    operands, stop = _parts(rest, call.end() - 1)
+    type_, attributes = rest[: call.start()], rest[stop:]
+    root = line.lstrip().startswith("ROOT")
+    return Instruction(name[1], type_, call[1], operands, attributes, root, computation)
+
+
+def _name(operand: str) -> str:
+    """The name in an operand, without the type that may precede the name."""
+    return operand.split(" ")[-1].lstrip("%")
+
+
+def _parts(text: str, start: int) -> tuple[list[str], int]:
+    """The comma-separated parts of the parenthesis at `start`, and the end's index."""
+    parts, depth, begin = [], 0, start + 1
+    for i in range(start, len(text)):
+        depth += (text[i] in "({[") - (text[i] in ")}]")
+        if depth == 0 or (depth == 1 and text[i] == ","):
+            parts.append(text[begin:i].strip())
+            begin = i + 1
+        if depth == 0:
+            break
+    return list(filter(None, parts)), begin
+
+
+def _ints(text: str) -> list[int]:
+    return [int(n) for n in text.split(",") if n.strip()]

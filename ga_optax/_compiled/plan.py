@@ -1,13 +1,8 @@
-"""The fewest micro-batches with which a step fits into memory.
+"""`plan`: the fewest micro-batches with which a step fits into memory.
 
-XLA decides at compile time which buffers a program needs on one device, and reports
+    bytes(k)  =  temp + argument + output - alias  <=  the limit
 
-    bytes(k)  =  temp + argument + output - alias
-
-without running anything. More micro-batches have smaller activations, so bytes(k) falls
-with k, and a bisection finds the smallest k that fits. The exception is k = 1, which
-needs no accumulator and may need less memory than k = 2. The search therefore tries the
-smallest candidate first, and bisects the others.
+The search; bytes in words; compilers of machines that this process does not have.
 """
 
 import contextlib
@@ -15,17 +10,34 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import math
+import numbers
+import os
+import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from ga_optax import _checks, _text
-from ga_optax._compiled import machines
-from ga_optax._compiled.sizes import bytes_in_words, parse_bytes
-from ga_optax._passes import log
+from .. import _checks, _text
+from .._passes import about
+
+# == The search ========================================================================
+# The fewest micro-batches with which a step fits into memory.
+#
+# XLA decides at compile time which buffers a program needs on one device, and reports
+#
+#     bytes(k)  =  temp + argument + output - alias
+#
+# without running anything. More micro-batches have smaller activations, so bytes(k)
+# falls with k, and a bisection finds the smallest k that fits. The exception is k = 1,
+# which needs no accumulator and may need less memory than k = 2. The search therefore
+# tries the smallest candidate first, and bisects the others.
 
 
 class NothingFitsError(ValueError):
@@ -170,7 +182,7 @@ def plan(
     _check_make_step(make_step)
     todo = "Pass the number of examples in one step."
     batch_size = _checks.check_int("batch_size", batch_size, todo)
-    machine: Any = None if target is None else machines.find(target)
+    machine: Any = None if target is None else find_machine(target)
     if memory_limit is None:
         memory_limit = machine.memory_limit if machine else _device_limit()
     limit = parse_bytes(memory_limit)
@@ -277,7 +289,7 @@ class _Search:
 
     def _compile(self, k: int) -> tuple[Any, list[str]]:
         """The compiled step with k micro-batches, and the notes of `value_and_grad`."""
-        with log.recorded() as lines, log.batches() as batches:
+        with about.recordings() as lines, about.seen_batches() as batches:
             try:
                 step = self._make_step(k)
                 lower = getattr(step, "lower", None)
@@ -434,3 +446,178 @@ def _check_candidates(candidates: Sequence[int] | None, batch_size: int) -> list
             f"candidates must divide batch_size={batch_size}, but {k} does not. {todo}"
         )
     return sorted(chosen)
+
+
+# == Bytes in words ====================================================================
+
+_PREFIXES = "KMGTP"
+_SIZE = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*(?:(?:([kmgtp])(i?))?b)?\s*", re.IGNORECASE)
+
+
+def bytes_in_words(size: int) -> str:
+    """The size in the largest binary unit that is not larger than the size."""
+    power = max(0, min((abs(size).bit_length() - 1) // 10, len(_PREFIXES)))
+    if power == 0:
+        return f"{size} B"
+    return f"{size / 1024**power:.2f} {_PREFIXES[power - 1]}iB"
+
+
+def parse_bytes(size: int | float | str) -> int:
+    """Whole bytes, from a number or a string such as "16GiB"; or raises."""
+    todo = 'Pass bytes, or a string such as "16GiB" (2^30 bytes) or "16GB" (10^9).'
+    if isinstance(size, (bool, np.bool_)) or not isinstance(size, (numbers.Real, str)):
+        raise TypeError(
+            f"memory_limit must be a number of bytes or a string, but it is {size!r} "
+            f"of type {type(size).__name__}. {todo}"
+        )
+    value: Any = size
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size)
+        number, prefix, binary = match.groups() if match else ("nan", None, None)
+        power = 1 + _PREFIXES.index(prefix.upper()) if prefix else 0
+        value = float(number) * (1024 if binary else 1000) ** power
+    if not 1 <= value < math.inf:
+        raise ValueError(
+            "memory_limit must be a number, with one of the units B, KB, KiB, ..., PB, "
+            "PiB or none, and it must be finite and at least one byte, but it is "
+            f"{size!r}. {todo}"
+        )
+    return int(value)
+
+
+# == Machines ==========================================================================
+# Compilers of XLA for machines that this process does not have.
+#
+# `jax.experimental.topologies` describes the devices of a machine. A program can be
+# compiled for them and its memory read, but nothing runs. The compilers for TPUs and
+# for NVIDIA GPUs are separate packages, which extras of jax install.
+
+# GiB of a device that a program may use, from the error of libtpu 0.0.50 for a larger
+# program.
+_TPUS = {"v5e": 15.75, "v5p": 95.73, "v6e": 31.24, "tpu7x": 94.74}
+# The compiler's description of a GPU, from NVIDIA's data sheets and, of a B200, from
+# OpenXLA's (xla/backends/gpu/target_config/specs/b200.txtpb): full name, compute
+# capability, multiprocessors, lanes of each, clock (GHz), L2 cache (MiB), bandwidth and
+# memory (bytes), and shared memory of a multiprocessor (KiB).
+_GPUS: dict[str, tuple[Any, ...]] = {
+    "a100": ("A100-SXM4-80GB", 8, 108, 64, 1.41, 40, 2.04e12, 85100068864, 164),
+    "h100": ("H100 80GB HBM3", 9, 132, 128, 1.98, 50, 3.35e12, 84929347584, 228),
+    "h200": ("H200", 9, 132, 128, 1.98, 50, 4.8e12, 151397597184, 228),
+    "b200": ("B200", 10, 148, 128, 1.965, 126.5, 7.67e12, 191514411008, 228),
+}
+_GPU = """
+gpu_device_info {{
+  cuda_compute_capability {{ major: {1} }} core_count: {2} fpus_per_core: {3}
+  clock_rate_ghz: {4} l2_cache_size: {l2} memory_bandwidth: {bandwidth}
+  device_memory_size: {7} shared_memory_per_core: {shared}
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: {optin}
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 7 }}
+runtime_version {{ major: 12 minor: 8 }}
+device_description_str: "NVIDIA {0}"
+"""
+# The share of a GPU's memory that JAX reserves by default.
+_SHARE = 0.75
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A machine to compile for, and the bytes for programs on each device."""
+
+    topology: Any
+    memory_limit: int
+
+    @contextlib.contextmanager
+    def arguments(self, args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+        """The shapes of `args` on the target; the context sets the target's mesh.
+
+        A leaf with a `NamedSharding` keeps its spec and the names of its mesh, over the
+        devices of the target. Every other leaf is replicated.
+        """
+        number = len(self.topology.devices)
+        shardings = filter(None, map(_named_sharding, jax.tree.leaves(args)))
+        meshes = {sharding.mesh.shape_tuple: sharding.mesh for sharding in shardings}
+        if len(meshes) > 1 or any(m.size != number for m in meshes.values()):
+            shapes = " and ".join(str(dict(shape)) for shape in meshes)
+            raise ValueError(
+                f"The arguments must have one mesh of the {number} devices of the "
+                f"target, but they have {shapes}. Name a target of that size."
+            )
+        if not meshes and number > 1:
+            raise ValueError(
+                f"The arguments must have shardings over the {number} devices of the "
+                "target, but no argument has one. Pass jax.ShapeDtypeStruct with those"
+                f" over jax.sharding.AbstractMesh(({number},), ('data',)), for example."
+            )
+        replicated: Any = SingleDeviceSharding(self.topology.devices[0])
+        context: Any = contextlib.nullcontext()
+        for mesh in meshes.values():
+            grid = topologies.make_mesh(self.topology, mesh.axis_sizes, mesh.axis_names)
+            grid = Mesh(grid.devices, mesh.axis_names, axis_types=mesh.axis_types)
+            replicated, context = (
+                NamedSharding(grid, PartitionSpec()),
+                jax.set_mesh(grid),
+            )
+
+        def on_target(x: Any, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            known = _named_sharding(x)
+            new = NamedSharding(replicated.mesh, known.spec) if known else replicated
+            return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=new)
+
+        with context:
+            yield jax.tree.map(on_target, args, jax.eval_shape(lambda *x: x, *args))
+
+
+def _named_sharding(x: Any) -> NamedSharding | None:
+    sharding = getattr(x, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def find_machine(name: str) -> Target:
+    """The target with a name such as "h100", "H100:8x8", "v5e" or "v5e:2x4"."""
+    parts = name.lower().partition(":") if isinstance(name, str) else ("", "", "")
+    kind, _, shape = parts
+    fits = r"(\d+(x\d+)*)?" if kind in _TPUS else r"(\d+(x\d+)?)?"
+    if kind not in {*_TPUS, *_GPUS} or not re.fullmatch(fits, shape):
+        raise ValueError(
+            f"target must be one of {', '.join([*_GPUS, *_TPUS])}, but it is {name!r}. "
+            'Add the number of GPUs, as in "h100:8", of hosts and of the GPUs of one, '
+            'as in "h100:4x8", or the topology, as in "v5e:2x4".'
+        )
+    package = "jax[tpu]" if kind in _TPUS else "jax[cuda12-local]"
+    try:
+        if kind in _TPUS:
+            # Without these, libtpu asks a server of Google's cloud, for minutes.
+            os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+            os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+            os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+            shape = shape or ("1x1" if kind in ("v5e", "v6e") else "1x1x1")
+            # Cubes of whole racks are tori.
+            sizes = [int(n) for n in shape.split("x")]
+            torus = len(sizes) == 3 and all(n % 4 == 0 for n in sizes)
+            wrap = {"wrap": (True,) * 3} if torus else {}
+            topology = topologies.get_topology_desc(f"{kind}:{shape}", "tpu", **wrap)
+            return Target(topology, int(_TPUS[kind] * 2**30))
+        gpu = _GPUS[kind]
+        config = _GPU.format(
+            *gpu,
+            l2=int(gpu[5] * 2**20),
+            bandwidth=int(gpu[6]),
+            shared=gpu[8] * 2**10,
+            optin=(gpu[8] - 1) * 2**10,
+        )
+        hosts = shape if "x" in shape else f"1x{shape or 1}"
+        topology = topologies.get_topology_desc(
+            platform="cuda", target_config=config, topology=f"1x{hosts}"
+        )
+        return Target(topology, math.floor(gpu[7] * _SHARE))
+    except Exception as error:
+        raise ValueError(
+            f"target={name!r} needs XLA's compiler for that machine, which did not "
+            f'start: {error}. Install it with `pip install "{package}"`; if it is '
+            "installed, check the topology."
+        ) from None

@@ -1,10 +1,8 @@
 """Meshes, shardings and collectives.
 
-    meshes       questions about meshes, axes and shardings
-    membership   splits a batch into micro-batches, and joins them
-    collectives  everything that communicates, and `merge_across`
-    logical      sums over logical devices: one order on any number of devices
-    data_axis    `DataAxis`: the axis that splits the batch, and its options
+    meshes       questions about meshes, axes and shardings; `DataAxis`
+    collectives  everything that communicates; the rows of each micro-batch; sums in
+                 one order on any number of devices
 
 Questions about shardings belong here. Imports the root's modules alone.
 """

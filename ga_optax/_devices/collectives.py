@@ -1,29 +1,44 @@
-"""Merge across devices, if axes of a mesh split the batch.
+"""Everything that communicates, and who has which rows.
 
     Σ w·g over the window  =  psum over devices of Σ w·g over the device's micro-batches
 
-Every device folds one part of the batch, and the sums are all-reduced once a window.
-Inside `jax.shard_map` the axes are bound, and the functions here run collectives over
-them. At top level `over_mesh` makes that region, over the data axes alone, so that the
-compiler still distributes the other axes of the mesh.
-
-A parameter that is sharded over a data axis is gathered before the window, and its
-gradient scattered afterwards, along the dimension that `Placement` names.
+Collectives of one window come first; then the split of a batch into micro-batches, so
+that no row moves; then sums in one order on any number of devices.
 """
 
+import functools
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
+from jax.flatten_util import ravel_pytree
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
-from ga_optax._checks import check_type, named_leaves, on_host
-from ga_optax._devices import membership, meshes
-from ga_optax._devices.meshes import AnyMesh, Axes, Placement
-from ga_optax.accumulator import Accumulator
+from .. import accumulator
+from .._checks import check_type, named_leaves, on_host
+from ..accumulator import Accumulator
+from . import meshes
+from .meshes import AnyMesh, Axes, Placement
+
+# == Collectives =======================================================================
+# Merge across devices, if axes of a mesh split the batch.
+#
+#   Σ w·g over the window  =  psum over devices of Σ w·g over the device's micro-batches
+#
+# Every device folds one part of the batch, and the sums are all-reduced once a window.
+# Inside `jax.shard_map` the axes are bound, and the functions here run collectives over
+# them. At top level `over_mesh` makes that region, over the data axes alone, so that
+# the compiler still distributes the other axes of the mesh.
+#
+# A parameter that is sharded over a data axis is gathered before the window, and its
+# gradient scattered afterwards, along the dimension that `Placement` names.
 
 # -- Inside a shard_map ----------------------------------------------------------------
 
@@ -231,13 +246,13 @@ def _resharded(x: Any, spec: PartitionSpec, axes: Axes, mesh: AnyMesh) -> Any:
 def split_shards(
     x: Any, num_microbatches: int, axes: Axes, mesh: AnyMesh, axis: int = 0
 ) -> jax.Array:
-    """`membership.split` of an array whose `axis` is sharded over the data axes.
+    """`split_rows` of an array whose `axis` is sharded over the data axes.
 
     Micro-batch i holds the i-th block of rows of every device, so no data moves.
     """
 
     def local(x: jax.Array) -> jax.Array:
-        return membership.split(x, num_microbatches, axis, strided=False)
+        return split_rows(x, num_microbatches, axis, strided=False)
 
     specs = (meshes.split_spec(axes, axis),), meshes.split_spec(axes, axis + 1)
     return over_mesh(local, mesh, axes, specs)(x)
@@ -253,3 +268,251 @@ def constrain(tree: Any, specs: Any, mesh: AnyMesh) -> Any:
             sharding = NamedSharding(mesh, spec)
             leaves[i] = jax.lax.with_sharding_constraint(leaves[i], sharding)
     return jax.tree.unflatten(structure, leaves)
+
+
+# == Membership ========================================================================
+# Splits a batch into micro-batches, and joins them again.
+#
+# On one device a micro-batch holds neighbours: of B rows in k micro-batches,
+# micro-batch i holds the rows from `i·B/k` up to `(i + 1)·B/k`. On several devices the
+# split is strided: micro-batch i holds the rows i, i + k, i + 2k, ... So it has as many
+# rows of every device, however the compiler distributes the batch, and no row moves.
+#
+# If no mesh is named, the number of devices is unknown until a program is lowered: one
+# traced program may run on one device and on eight. The split is then a primitive, and
+# its lowering rule chooses.
+
+
+def split_rows(
+    x: ArrayLike, num_microbatches: int, axis: int, strided: bool | None
+) -> jax.Array:
+    """`[..., batch, ...]` as `[num_microbatches, ..., micro-batch, ...]`.
+
+    If `strided` is None, the lowering of the program chooses.
+    """
+    x = jnp.asarray(x)
+    if strided is None:
+        return _operations()[0].bind(x, number=num_microbatches, axis=axis)
+    return _split(x, num_microbatches, axis, strided)
+
+
+def join_rows(x: jax.Array, axis: int, strided: bool | None) -> jax.Array:
+    """The inverse of `split_rows`: the rows of the batch, in their order."""
+    if strided is None:
+        return _operations()[1].bind(x, number=x.shape[0], axis=axis)
+    return _join(x, x.shape[0], axis, strided)
+
+
+def _split(x: jax.Array, number: int, axis: int, strided: bool) -> jax.Array:
+    parts = number, x.shape[axis] // number
+    parts = parts[::-1] if strided else parts
+    x = jnp.reshape(x, (*x.shape[:axis], *parts, *x.shape[axis + 1 :]))
+    return jnp.moveaxis(x, axis + strided, 0)
+
+
+def _join(x: jax.Array, number: int, axis: int, strided: bool) -> jax.Array:
+    x = jnp.moveaxis(x, 0, axis + strided)
+    rows = number * x.shape[axis + 1 - strided]
+    return jnp.reshape(x, (*x.shape[:axis], rows, *x.shape[axis + 2 :]))
+
+
+# -- Splits chosen by the lowering -----------------------------------------------------
+
+
+@functools.cache
+def split_can_wait() -> bool:
+    """True if the lowering can choose a split; warns if not."""
+    try:
+        _operations()
+    except Exception as error:  # any change of JAX must not break the call
+        warnings.warn(
+            "If no mesh is named, ga_optax splits a batch into neighbouring rows with "
+            f"jax {jax.__version__}: {type(error).__name__}: {error}. On several "
+            "devices the batch is then gathered. Name the mesh (jax.set_mesh), or use "
+            "a newer ga_optax; optimize=False does the same without this warning.",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+@functools.cache
+def _operations() -> tuple[core.Primitive, core.Primitive]:
+    """`split_rows` and `join_rows` as primitives: each is the other's transpose."""
+    split = _primitive("ga_optax_split", _split)
+    join = _primitive("ga_optax_join", _join)
+    _add_transformations(split, transpose=join)
+    _add_transformations(join, transpose=split)
+    return split, join
+
+
+def _primitive(name: str, fun: Callable[..., jax.Array]) -> core.Primitive:
+    def types(x: Any, **params: Any) -> Any:
+        out = jax.eval_shape(functools.partial(fun, strided=False, **params), x)
+        return jax.core.ShapedArray(out.shape, out.dtype)
+
+    def lowered(context: Any, x: Any, **params: Any) -> Any:
+        devices = getattr(context.module_context, "axis_context", None)
+        strided = getattr(devices, "num_devices", 1) > 1
+        chosen = functools.partial(fun, strided=strided, **params)
+        return mlir.lower_fun(chosen, multiple_results=False)(context, x)
+
+    def evaluated(x: Any, **params: Any) -> jax.Array:
+        return fun(x, strided=len(jnp.asarray(x).devices()) > 1, **params)
+
+    primitive = core.Primitive(name)
+    primitive.def_impl(evaluated)
+    primitive.def_abstract_eval(types)
+    mlir.register_lowering(primitive, lowered)
+    return primitive
+
+
+def _add_transformations(primitive: core.Primitive, transpose: core.Primitive) -> None:
+    def transposed(cotangent: Any, x: Any, **params: Any) -> list[Any]:
+        return [transpose.bind(cotangent, **params)]
+
+    def batched(args: Any, dims: Any, **params: Any) -> tuple[jax.Array, int]:
+        [x], [dim] = args, dims
+        out = primitive.bind(jnp.moveaxis(x, dim, -1), **params)
+        return out, out.ndim - 1
+
+    ad.deflinear2(primitive, transposed)
+    batching.primitive_batchers[primitive] = batched
+
+
+# == Logical devices ===================================================================
+# The sum of logical devices: one order of additions, on any number of devices.
+#
+#     s₀   s₁   s₂   s₃      the sums of the logical devices
+#       s₀₁       s₂₃        neighbours first
+#           s₀₁₂₃
+#
+# There are 2ⁱ logical devices, and 2ʲ devices hold 2ⁱ⁻ʲ neighbours each. So a device
+# adds up a whole subtree, and sends one sum, as without logical devices.
+
+T = TypeVar("T")
+# Smaller leaves share a message: copying them takes less time than a message each.
+_SMALL = 2**14
+
+
+def rounded_sum(x: jax.Array, y: jax.Array) -> jax.Array:
+    """`x + y` of numbers of any kind, rounded as an accumulator rounds."""
+    return accumulator.plus(x, y) if jnp.issubdtype(x.dtype, jnp.inexact) else x + y
+
+
+def sum_of_neighbours(
+    sum_one: Callable[[Any, T], tuple[T, Any]],
+    xs: Any,
+    number: int,
+    buffers: list[T],
+    join: Callable[[T, T], T],
+) -> tuple[list[T], Any]:
+    """The sum of `number` neighbours on this device, with a buffer for each level.
+
+    Args:
+      sum_one: `(part of xs, buffer) -> (sum, stacked)` of one logical device.
+      xs: the arguments of all, `[number, ...]`.
+      number: the number of logical devices, a power of two.
+      buffers: one for the sum of each level, `log2(number) + 1`. Their values are not
+        read: the loops overwrite the same few buffers.
+      join: adds the sums of two neighbours.
+
+    Returns:
+      The buffers, the sum last, and the stacks, `[number, ...]`.
+    """
+    *lower, top = buffers
+    if number == 1:
+        out, stacked = sum_one(jax.tree.map(lambda x: x[0], xs), top)
+        return [out], jax.tree.map(lambda x: x[None], stacked)
+
+    def half(carry: tuple[list[T], T], inputs: Any) -> tuple[tuple[list[T], T], Any]:
+        (lower, total), (is_first, part) = carry, inputs
+        lower, stacked = sum_of_neighbours(sum_one, part, number // 2, lower, join)
+        both = join(total, lower[-1])
+        total = jax.tree.map(functools.partial(jnp.where, is_first), lower[-1], both)
+        return (lower, total), stacked
+
+    halves = jax.tree.map(lambda x: jnp.reshape(x, (2, number // 2, *x.shape[1:])), xs)
+    inputs = jnp.array([True, False]), halves
+    (lower, top), stacked = jax.lax.scan(half, (lower, top), inputs)
+    stacked = jax.tree.map(lambda x: jnp.reshape(x, (number, *x.shape[2:])), stacked)
+    return [*lower, top], stacked
+
+
+def _added(x: jax.Array, zero: jax.Array) -> jax.Array:
+    """The sum over axis 0, whose length is a power of two."""
+    while x.shape[0] > 1:
+        x = rounded_sum(x[0::2], x[1::2])
+        if jnp.issubdtype(x.dtype, jnp.inexact) and jnp.finfo(x.dtype).bits < 32:
+            x = accumulator.rounded(x, zero)  # or XLA would skip the rounding
+    return x[0]
+
+
+def reduce_in_order(
+    leaves: list[jax.Array],
+    where: Sequence[Placement],
+    axes: Axes,
+    zero: jax.Array,
+) -> list[jax.Array]:
+    """`reduce_in_order` with additions in the order of the tree.
+
+    Every device gets one share of all sums, adds up the share, and, unless the result
+    is sharded, sends it to the other devices: the bytes of a ring's all-reduce.
+    """
+    number = meshes.num_devices(axes)
+    if number == 1:
+        return reduce(leaves, where, axes)
+    result: list[Any] = list(leaves)
+    packs: dict[Any, list[int]] = {}
+    for i, (x, placement) in enumerate(zip(leaves, where, strict=True)):
+        if placement.dims or x.size >= _SMALL:
+            result[i] = _reduce_leaf(x, placement, axes, zero)
+        else:
+            packs.setdefault(x.dtype, []).append(i)
+    for members in packs.values():
+        flat, unravel = ravel_pytree([leaves[i] for i in members])
+        sums = unravel(_reduce_leaf(flat, Placement(), axes, zero))
+        for i, x in zip(members, sums, strict=True):
+            result[i] = x
+    return result
+
+
+def _reduce_leaf(
+    x: jax.Array, placement: Placement, axes: Axes, zero: jax.Array
+) -> jax.Array:
+    sizes, axes_of_dim = jax.sharding.get_abstract_mesh().shape, dict(placement.dims)
+    # Splits a sharded dimension into one for each mesh axis, and one for the rest.
+    shape: list[int] = []
+    dims: dict[str, int] = {}
+    for dim, size in enumerate(x.shape):
+        for name in axes_of_dim.get(dim, ()):
+            dims[name] = len(shape)
+            shape.append(sizes[name])
+            size //= sizes[name]
+        shape.append(size)
+    x = jnp.reshape(x, shape)
+    sharded = set(dims)
+    # The last axes, whose devices are neighbours, come first.
+    for is_sharded, names in itertools.groupby(reversed(axes), lambda n: n in sharded):
+        if not is_sharded:
+            x = _all_reduce(x, tuple(names)[::-1], zero)
+            continue
+        for name in names:
+            dim = dims[name]
+            x = _added(jax.lax.all_to_all(x, name, dim, 0), zero)
+            dims = {other: i - (i > dim) for other, i in dims.items()}
+    return x
+
+
+def _all_reduce(x: jax.Array, axes: Axes, zero: jax.Array) -> jax.Array:
+    """The sum over `axes`, on all of their devices."""
+    number = meshes.num_devices(axes)
+    shape, size = x.shape, x.size
+    dim = next((i for i in range(x.ndim) if shape[i] % number == 0), None)
+    if dim is None:
+        x, dim = jnp.pad(jnp.ravel(x), (0, -size % number)), 0
+    parts = number, x.shape[dim] // number
+    x = jnp.reshape(x, (*x.shape[:dim], *parts, *x.shape[dim + 1 :]))
+    share = _added(jax.lax.all_to_all(x, axes, dim, 0), zero)
+    whole = jax.lax.all_gather(share, axes, axis=dim, tiled=True, to="invarying")
+    return whole if whole.shape == shape else jnp.reshape(whole[:size], shape)

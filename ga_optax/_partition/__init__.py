@@ -11,60 +11,15 @@ it is *partial*, a sum over micro-batches that nothing nonlinear has read yet. A
 that merely is as long as the batch is never taken for rows. An equation without a
 rule gathers the operands and is computed whole, which is right and only takes memory.
 
-    values       the layouts, and a value in one
-    axis         the axis of the micro-batches, and collectives over it
-    notes        records of equations that are computed whole
+    held         what a micro-batch holds of a value: layouts, labels, notes
     writer       the program of a micro-batch while it is written; changes of layout
+    partitioned  `partition`, the table of rules, and rows that a program creates
     factors      rules that follow from entries of the table of primitives, in `_passes`
-    columns      functions of pairs of rows, split along columns where rows would meet
-    table        the rules of primitives beside or without a row
-    linear, shapes, moves, reductions, products, indexing, randoms, nested, loops,
-    custom       the rules, by kind
-    derivatives  the program that JAX derives of a function with a custom rule
-    attached     such functions inlined, with the cotangents of the rule
-    splits       calls that say how they split: one record, one body, readers of records
-    kernels      the reader of Pallas kernels: a micro-batch runs a part of the grid
-    cutting      rows of a whole value, computed from rows of the operands
-    created      rows of arrays that the program creates, such as noise
-    divided      `microbatch` in a loss
-    labels       the part of each value that a micro-batch holds, for reports
-    partitioned  `partition`
+    moves        rows that move, and products of groups of rows
+    indexing     gathers and scatters
+    nested       programs inside: functions, branches, loops, regions, `microbatch`
+    custom       functions with custom rules; `attached`, where rows meet in these
+    splits       calls that say how they split, and kernels of Pallas
 
 Imports `_passes` alone.
 """
-
-from ga_optax._partition.axis import Axis, meeting_of
-from ga_optax._partition.linear import slots
-from ga_optax._partition.notes import Note, unsaid
-from ga_optax._partition.partitioned import (
-    Argument,
-    Partitioned,
-    partition,
-)
-from ga_optax._partition.values import (
-    PARTIAL,
-    WHOLE,
-    Layout,
-    Rows,
-    RowsMeet,
-    Uneven,
-)
-from ga_optax._passes.read import is_inexact
-
-__all__ = [
-    "PARTIAL",
-    "WHOLE",
-    "Argument",
-    "Axis",
-    "Layout",
-    "Note",
-    "Partitioned",
-    "Rows",
-    "RowsMeet",
-    "Uneven",
-    "is_inexact",
-    "meeting_of",
-    "partition",
-    "slots",
-    "unsaid",
-]

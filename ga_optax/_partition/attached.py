@@ -1,23 +1,9 @@
 """Functions with custom rules in which rows meet, forward or backward.
 
-What JAX derives of such a function is a program of its arguments and of the cotangents
-of its results. It is partitioned as any other. What the results need is written in the
-open, with its collectives, and the cotangents of the arguments are attached to it by
-functions that compute nothing on the way there:
+    v = stage 1 (args);  s = Σ v;  results = stage 0 (args, s)      there
+    cotangents go through the rule of the user, stage by stage      and back
 
-    v = stage 1 (args)            zeros
-    s = the sum of v over all     zeros
-    results = stage 0 (args, s)   what was computed in the open
-
-Backwards, stage 0 computes the cotangents of arguments that need no other rows, and as
-the cotangent of `s` what a micro-batch adds to a sum, or lays beside others for an
-extremum. The sum of that is the cotangent of `v`, and stage 1 goes on from there. So a
-collective on the way back is one on the way there, of zeros, and a level of the window.
-
-A rule that is not linear must see complete cotangents. So results with rows are kept
-for later levels, as elsewhere (see `custom`), and whole ones come through such a sum.
-Then what is only computed for cotangents of whole arguments, such as the largest number
-of all rows, is put together on the way back, too, and needs no level on the way there.
+First the derivative that JAX makes of a function, as a program; then the stages of it.
 """
 
 import dataclasses
@@ -28,27 +14,136 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from ga_optax._partition import nested
-from ga_optax._partition.axis import meeting_of
-from ga_optax._partition.derivatives import Derived, derived, stopped
-from ga_optax._partition.values import (
-    PARTIAL,
-    WHOLE,
-    Layout,
-    Result,
-    Rows,
-    RowsMeet,
-    Value,
-    types_of,
-)
-from ga_optax._partition.writer import Same, Writer
-from ga_optax._passes import interpret, read, rewrite
-from ga_optax._passes.read import is_inexact
+from .._passes import jaxprs
+from .._passes.jaxprs import is_inexact
+from . import held, nested
+from .held import PARTIAL, WHOLE, Layout, Result, Rows, RowsMeet, Value
+from .writer import Same, Writer
 
-Linear = Callable[[read.Program, int], bool]
+# == The derivative as a program =======================================================
+
+
+class Derived(NamedTuple):
+    """A function and the rule of the function, in the whole batch.
+
+    Attributes:
+      program: from the arguments of the function, and the cotangents of `given`, to
+        the results of the function that are read, the residuals, and the cotangents of
+        the `moving` arguments.
+      num_results: the number of results of the function that are read.
+      num_residuals: the number of residuals.
+      given: the results that have a cotangent, by number among the results read.
+      moving: the arguments that have a cotangent, by number.
+    """
+
+    program: jaxprs.Program
+    num_results: int
+    num_residuals: int
+    given: list[int]
+    moving: list[int]
+
+    def split(self, xs: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Results of the program as `(results, residuals, cotangents)`."""
+        n, m = self.num_results, self.num_results + self.num_residuals
+        return list(xs[:n]), list(xs[n:m]), list(xs[m:])
+
+    @property
+    def cotangents(self) -> list[Any]:
+        """The arguments of the program that are cotangents of results."""
+        invars = self.program.jaxpr.invars
+        return invars[len(invars) - len(self.given) :]
+
+    @property
+    def backward(self) -> jaxprs.Program:
+        """The backward program: of residuals and arguments, and then of cotangents."""
+        jaxpr, cts = self.program.jaxpr, self.cotangents
+        results, residuals, grads = self.split(jaxpr.outvars)
+        variables = jaxprs.variables([*results, *residuals])
+        known = {*jaxpr.constvars, *jaxpr.invars, *variables}
+        eqns, inputs = jaxprs.needed_for(jaxpr, grads, known.__contains__)
+        invars = [*(x for x in inputs if x not in cts), *cts]
+        program = jaxpr.replace(eqns=eqns, outvars=grads)
+        return jaxprs.Program(jaxprs.closing_over(program, [], [], invars))
+
+
+def derived(
+    w: Writer, e: core.JaxprEqn, vs: Sequence[Value], inputs: Sequence[bool]
+) -> Derived:
+    """The program that JAX derives of an equation; `inputs` says of which results."""
+    outs: list[Any] = [x for x, reads in zip(e.outvars, inputs, strict=True) if reads]
+    given = [i for i, x in enumerate(outs) if x in w.given]
+    # JAX refuses cotangents of what a rule closes over: its constants, in a loop.
+    args = range(e.params["num_consts"], len(vs))
+    moving = [i for i in args if vs[i].smooth and is_inexact(vs[i].aval)]
+
+    def results(*xs: Any) -> list[Any]:
+        return [x for x, reads in zip(given_of(w, e, xs), inputs, strict=True) if reads]
+
+    def derivative(xs: list[Any], cts: list[Any]) -> Any:
+        of_moving = jaxprs.of_some(results, xs, moving)
+        out, pullback = jax.vjp(of_moving, *(xs[i] for i in moving))
+        every = jaxprs.put(list(map(zero_tangent, out)), given, cts)
+        return out, jax.tree.leaves(pullback), pullback(every)
+
+    types = [held.type_here(v.aval, v.shape, None) for v in vs]
+    cts = [held.type_here(outs[i].aval, outs[i].aval.shape, None) for i in given]
+    closed: Any
+    closed, shapes = jax.make_jaxpr(derivative, return_shape=True)(types, cts)
+    program = jaxprs.Program(closed.jaxpr, closed.consts)
+    return Derived(program, len(outs), len(shapes[1]), given, moving)
+
+
+def given_of(w: Writer, e: core.JaxprEqn, xs: Sequence[Any]) -> list[Any]:
+    """The results of an equation; the cotangent of some is zero, and JAX knows it.
+
+    To a rule such a zero is not what an array of zeros is: under `jax.vmap` JAX refuses
+    arrays for what examples share.
+    """
+    pairs = zip(w.bound(e, xs), w.gives(e), strict=True)
+    return [x if gives or not is_inexact(x) else stopped(x) for x, gives in pairs]
+
+
+def stopped(x: Any) -> Any:
+    """A value without derivatives."""
+    return jax.lax.stop_gradient(x) if is_inexact(x) else x
+
+
+def zero_tangent(x: Any) -> Any:
+    """The tangent, or the cotangent, of what does not move."""
+    if is_inexact(x):
+        return jnp.zeros_like(x)
+    return np.zeros(x.shape, jax.dtypes.float0)
+
+
+# == Stages, attached ==================================================================
+# Functions with custom rules in which rows meet, forward or backward.
+#
+# What JAX derives of such a function is a program of its arguments and of the
+# cotangents of its results. It is partitioned as any other. What the results need is
+# written in the open, with its collectives, and the cotangents of the arguments are
+# attached to it by functions that compute nothing on the way there:
+#
+#     v = stage 1 (args)            zeros
+#     s = the sum of v over all     zeros
+#     results = stage 0 (args, s)   what was computed in the open
+#
+# Backwards, stage 0 computes the cotangents of arguments that need no other rows, and
+# as the cotangent of `s` what a micro-batch adds to a sum, or lays beside others for an
+# extremum. The sum of that is the cotangent of `v`, and stage 1 goes on from there. So
+# a collective on the way back is one on the way there, of zeros, and a level of the
+# window.
+#
+# A rule that is not linear must see complete cotangents. So results with rows are kept
+# for later levels, as elsewhere (see `custom`), and whole ones come through such a sum.
+# Then what is only computed for cotangents of whole arguments, such as the largest
+# number of all rows, is put together on the way back, too, and needs no level on the
+# way there.
+
+Linear = Callable[[jaxprs.Program, int], bool]
 
 
 def attached(
@@ -65,7 +160,7 @@ def attached(
     Raises:
       RowsMeet: if rows meet where they cannot.
     """
-    inputs = [read.num_readers(w.jaxpr, x) > 0 for x in e.outvars]
+    inputs = [jaxprs.num_readers(w.jaxpr, x) > 0 for x in e.outvars]
     key = "derived", Same(e), *inputs, *w.gives(e), *(v.smooth for v in vs)
     rule = w.once(key, lambda: derived(w, e, vs, inputs))
     if rule.program.jaxpr.effects:
@@ -74,7 +169,7 @@ def attached(
     out = iter(local.attached([vs[i] for i in rule.moving]))
     return [
         next(out) if reads else (jnp.zeros(x.shape, x.dtype), WHOLE)
-        for x, reads in zip(types_of(e), inputs, strict=True)
+        for x, reads in zip(held.types_of(e), inputs, strict=True)
     ]
 
 
@@ -96,18 +191,18 @@ def _partitioned(
     of_cts = [_dual(layouts[i], in_parts) for i in rule.given]
     args = [*operands, *_with(rule.cotangents, of_cts)]
 
-    def run(of_grads: Sequence[Layout | None]) -> nested.Inner:
+    def with_cotangents(of_grads: Sequence[Layout | None]) -> nested.Inner:
         wanted = [*layouts, *[None] * rule.num_residuals, *of_grads]
         return nested.inner(inside, rule.program, args, wanted)
 
     wanted: list[Layout | None] = [vs[i].rows for i in rule.moving]
-    local = run(wanted)
+    local = with_cotangents(wanted)
     pairs = list(zip(wanted, rule.split(local.layouts)[2], strict=True))
     # What has no rows gets no cotangent with rows.
     if new := [i for i, (a, b) in enumerate(pairs) if not a and isinstance(b, Rows)]:
-        local = run(interpret.put(wanted, new, [PARTIAL] * len(new)))
+        local = with_cotangents(jaxprs.put(wanted, new, [PARTIAL] * len(new)))
     *_, of_grads = rule.split(local.layouts)
-    jaxpr, consts = rewrite.without_constants(local.closed.jaxpr), local.closed.consts
+    jaxpr, consts = jaxprs.without_constants(local.closed.jaxpr), local.closed.consts
     ours = jaxpr.invars[len(consts) :]  # the index, and the arguments
     waits = [in_parts or layouts[i] == PARTIAL for i in rule.given]
     differ = [v.rows is not None for v in operands]
@@ -137,7 +232,7 @@ def _of_results(w: Writer, rule: Derived, operands: list[Value]) -> list[Layout]
     """The layouts of the results, which need no cotangents."""
     jaxpr = rule.program.jaxpr
     results, *_ = rule.split(jaxpr.outvars)
-    alone = rule.program._replace(jaxpr=read.live(jaxpr.replace(outvars=results)))
+    alone = rule.program._replace(jaxpr=jaxprs.live(jaxpr.replace(outvars=results)))
     unrecorded = w.at(records=dataclasses.replace(w.records, notes=[]))
     cts = _with(rule.cotangents, [WHOLE] * len(rule.given))
     return nested.inner(unrecorded, alone, [*operands, *cts]).layouts
@@ -220,13 +315,13 @@ class _Local:
 
     def __post_init__(self) -> None:
         meets, jaxpr = self.w.axis.is_meeting, self.jaxpr
-        back = read.following(jaxpr, self.cts.values())
+        back = jaxprs.following(jaxpr, self.cts.values())
         self.own = set(self.rows)
         self.level: dict[Any, int] = dict.fromkeys(jaxpr.invars, 0)
         self.late: dict[int, list[_Sum]] = {}
-        self.known = {*self.given, *read.variables(self.saved)}
+        self.known = {*self.given, *jaxprs.variables(self.saved)}
         for e in jaxpr.eqns:
-            ins = read.variables(e.invars)
+            ins = jaxprs.variables(e.invars)
             level = max(map(self.level.__getitem__, ins), default=0)
             is_back = not back.isdisjoint(ins) or level > 0
             if meets(e) and (is_back or self._may_wait(e)):
@@ -248,14 +343,14 @@ class _Local:
             return False
         pairs = zip(self.grads, self.of_grads, strict=True)
         others = [x for x, layout in pairs if layout != WHOLE]
-        found = read.following(self.jaxpr, e.outvars)
-        return found.isdisjoint(read.variables([*self.results, *others]))
+        found = jaxprs.following(self.jaxpr, e.outvars)
+        return found.isdisjoint(jaxprs.variables([*self.results, *others]))
 
     def stages(self) -> list[_Phase]:
         """The stages of the backward pass, the last one first."""
 
         def level(x: Any) -> int:
-            return self.level[x] if read.is_variable(x) else 0
+            return self.level[x] if jaxprs.is_variable(x) else 0
 
         last = max(map(level, self.grads))
         found, due = [], _Phase([], [], [], [], [])
@@ -265,7 +360,9 @@ class _Local:
             mine = [i for i, x in enumerate(self.grads) if level(x) == number]
             wanted = [*(self.grads[i] for i in mine), *due.own]
             wanted += [x.operand for x in due.sums]
-            equations, inputs = read.needed(self.jaxpr, wanted, there.__contains__)
+            equations, inputs = jaxprs.needed_for(
+                self.jaxpr, wanted, there.__contains__
+            )
             comes = [x for x in inputs if x not in self.known]
             sums = [x for x in self.late.get(number, ()) if x.result in comes]
             passed = [x for x in comes if x not in {x.result for x in sums}]
@@ -290,9 +387,11 @@ class _Local:
         w, stages = self.w, self.stages()
         reads = dict.fromkeys(x for stage in stages for x in stage.reads)
         wanted = [*self.results, *reads]
-        equations, inputs = read.needed(self.jaxpr, wanted, self.given.__contains__)
+        equations, inputs = jaxprs.needed_for(
+            self.jaxpr, wanted, self.given.__contains__
+        )
         values = [self.given[x] for x in inputs]
-        found = interpret.bind(self.jaxpr, equations, inputs, wanted, values)
+        found = jaxprs.bind(self.jaxpr, equations, inputs, wanted, values)
         results = found[: len(self.results)]
         known = dict(zip(reads, found[len(results) :], strict=True))
         of_cts = {ct: results[i] for i, ct in self.cts.items()}
@@ -340,7 +439,7 @@ class _Local:
             n, m = len(stage.own), len(whole)
             sums = map(self._total, stage.sums, cts[n:])
             values = [*reads, *cts[:n], *sums]
-            found = interpret.bind(self.jaxpr, stage.equations, names, wanted, values)
+            found = jaxprs.bind(self.jaxpr, stage.equations, names, wanted, values)
             grads = [
                 _of_first(index, x) if its else x
                 for x, its in zip(found, whole, strict=False)
@@ -391,7 +490,7 @@ def _sums(e: core.JaxprEqn) -> list[_Sum]:
 
 
 def _kind(x: _Sum) -> str:
-    return "psum" if x.of is None else meeting_of(x.of) or x.of.primitive.name
+    return "psum" if x.of is None else held.meeting_of(x.of) or x.of.primitive.name
 
 
 def _gathered(e: Any, stack: Any) -> Any:

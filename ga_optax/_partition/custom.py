@@ -22,26 +22,16 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from ga_optax._partition import nested
-from ga_optax._partition.attached import attached
-from ga_optax._partition.derivatives import derived, given_of, stopped, zero
-from ga_optax._partition.values import (
-    PARTIAL,
-    WHOLE,
-    Layout,
-    Result,
-    Results,
-    RowsMeet,
-    Value,
-    types_of,
-)
-from ga_optax._partition.writer import Same, Writer
-from ga_optax._passes import places, read, rewrite
-from ga_optax._passes.read import is_inexact
+from .._passes import about, jaxprs
+from .._passes.jaxprs import is_inexact
+from . import nested
+from .attached import attached, derived, given_of, stopped, zero_tangent
+from .held import PARTIAL, WHOLE, Layout, Result, Results, RowsMeet, Value, types_of
+from .writer import Same, Writer
 
 
 def custom_jvp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    [program] = read.inner(e)
+    [program] = jaxprs.inner(e)
     vs = w.summed(vs)
     if all(v.is_whole for v in vs):
         return w.all_whole(e, vs)
@@ -60,13 +50,13 @@ def custom_vjp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     if all(v.is_whole for v in vs):
         return None
     if w.scope.in_rule:
-        return nested.inlined(w, read.inner(e)[0], vs)
+        return nested.inlined(w, jaxprs.inner(e)[0], vs)
     return _in_the_open(w, e, vs)
 
 
 def is_of_jax(e: core.JaxprEqn, name: str = "") -> bool:
     """True if a function with a rule belongs to JAX, and has this name, if given."""
-    [program] = read.inner_programs(e)
+    [program] = jaxprs.inner_programs(e)
     function, _, place = str(program.debug_info.func_src_info).partition(" at ")
     return place.startswith(_JAX) and name in ("", function)
 
@@ -80,7 +70,7 @@ def _in_the_open(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
     if not any(w.gives(e)):
         vs = list(map(_without_derivative, vs))
     if not any(v.smooth and is_inexact(v.aval) for v in vs):
-        return nested.inlined(w, read.inner(e)[0], vs)
+        return nested.inlined(w, jaxprs.inner(e)[0], vs)
     apart, linear = w.within(forbids_collectives=True), functools.partial(_is_linear, w)
     try:
         with w.may_fail(e, last=False) as out:
@@ -102,7 +92,7 @@ def _as_it_raises(
     JAX calls a rule only if a cotangent comes, as none may come to a metric: the error
     is raised there, and nowhere else.
     """
-    if not places.is_of_user(error):
+    if not about.is_of_user(error):
         raise error
     same = jax.custom_vjp(lambda x: x)
 
@@ -110,7 +100,7 @@ def _as_it_raises(
         raise error
 
     same.defvjp(lambda x: (x, None), back)
-    out = nested.inlined(w, read.inner(e)[0], vs)
+    out = nested.inlined(w, jaxprs.inner(e)[0], vs)
     return [(same(x) if is_inexact(x) else x, layout) for x, layout in out]
 
 
@@ -129,7 +119,7 @@ def _of_no_level(vs: list[Value]) -> list[Value]:
 def _kept(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
     """The results of a `jax.custom_jvp` that works on the rows of a micro-batch."""
     vs, n = _of_no_level(vs), e.params["num_consts"]
-    function = nested.inner(w, read.inner(e)[0], vs)
+    function = nested.inner(w, jaxprs.inner(e)[0], vs)
     moving = _moving(e, vs)
     try:
         jvp, results_move = _rule_of(e, moving)
@@ -152,7 +142,7 @@ def _kept(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
             values, tangents = out[: len(results_move)], iter(out[len(results_move) :])
             pairs = zip(values, results_move, strict=True)
             return tuple(values), tuple(
-                next(tangents) if moves else zero(x) for x, moves in pairs
+                next(tangents) if moves else zero_tangent(x) for x, moves in pairs
             )
 
         return jax.jit(call)
@@ -183,7 +173,7 @@ def _underived(
     return list(zip(out, function.layouts, strict=True))
 
 
-def _rule_of(e: core.JaxprEqn, moving: list[bool]) -> tuple[read.Program, list[bool]]:
+def _rule_of(e: core.JaxprEqn, moving: list[bool]) -> tuple[jaxprs.Program, list[bool]]:
     """The rule of a `jax.custom_jvp`, and which results have a tangent.
 
     The rule takes the arguments, and the tangents of those that move. Only a rule that
@@ -196,29 +186,29 @@ def _rule_of(e: core.JaxprEqn, moving: list[bool]) -> tuple[read.Program, list[b
     nothing = [x for x in dots if x.aval.dtype == jax.dtypes.float0]  # of an integer
     invars = [x for x in jaxpr.invars if x not in nothing]
     constants = [*jaxpr.constvars, *nothing]
-    jaxpr = rewrite.closing_over(jaxpr, constants, [None] * len(constants), invars)
-    program = read.Program(jaxpr, [*consts, *(zero(x.aval) for x in nothing)])
+    jaxpr = jaxprs.closing_over(jaxpr, constants, [None] * len(constants), invars)
+    program = jaxprs.Program(jaxpr, [*consts, *(zero_tangent(x.aval) for x in nothing)])
     return program, [not x for x in without_tangent]
 
 
-def _without_call(jvp: read.Program, e: core.JaxprEqn) -> tuple[bool, read.Program]:
+def _without_call(jvp: jaxprs.Program, e: core.JaxprEqn) -> tuple[bool, jaxprs.Program]:
     """True if a rule calls the function of the rule; results become operands then.
 
     Most rules compute the result so, as in `return f(x), t`. A call without the rule
     would have another second derivative.
     """
-    [program], jaxpr = read.inner(e), jvp.jaxpr
+    [program], jaxpr = jaxprs.inner(e), jvp.jaxpr
     args = [*jaxpr.constvars, *jaxpr.invars]
     for call in jaxpr.eqns:
         if call.primitive is e.primitive and call.invars == args[: len(call.invars)]:
-            [called] = read.inner(call)
-            if not called.consts and read.form(called.jaxpr) == read.form(
+            [called] = jaxprs.inner(call)
+            if not called.consts and jaxprs.form(called.jaxpr) == jaxprs.form(
                 program.jaxpr
             ):
                 invars = [*jaxpr.invars, *call.outvars]
                 eqns = [x for x in jaxpr.eqns if x is not call]
                 jaxpr = jaxpr.replace(invars=invars, eqns=eqns)
-                return True, read.Program(jaxpr, jvp.consts)
+                return True, jaxprs.Program(jaxpr, jvp.consts)
     return False, jvp
 
 
@@ -229,12 +219,12 @@ def calls_rules(e: core.JaxprEqn) -> bool:
     """
     moving = [is_inexact(x.aval) for x in e.invars[e.params["num_consts"] :]]
     _, jvp = _without_call(_rule_of(e, moving)[0], e)
-    names = {x.primitive.name for x in read.equations(jvp.jaxpr)}
+    names = {x.primitive.name for x in jaxprs.equations(jvp.jaxpr)}
     return not names.isdisjoint(("custom_jvp_call", "custom_vjp_call"))
 
 
 def _in_rule(
-    w: Writer, program: read.Program, args: list[Value], wanted: list[Layout]
+    w: Writer, program: jaxprs.Program, args: list[Value], wanted: list[Layout]
 ) -> nested.Inner:
     """The program of a rule. Functions with rules of their own run without them."""
     return nested.inner(w.within(in_rule=True), program, args, wanted)
@@ -247,7 +237,7 @@ def _of_layout(aval: Any, layout: Layout) -> Value:
 # -- Backward rules --------------------------------------------------------------------
 
 
-def _is_linear(w: Writer, program: read.Program, number: int) -> bool:
+def _is_linear(w: Writer, program: jaxprs.Program, number: int) -> bool:
     """True if a program is known to be linear in a number of the last arguments."""
     types = [x.aval for x in program.jaxpr.invars]
 
@@ -273,11 +263,11 @@ def has_nonlinear_rule(w: Writer, e: core.JaxprEqn) -> bool:
         try:
             rule = derived(w, e, operands, [True] * len(e.outvars))
         except Exception as error:  # Any: nothing is known of the rule.
-            return not places.is_of_user(error)  # JAX calls that one, if it is needed
+            return not about.is_of_user(error)  # JAX calls that one, if it is needed
         prints = bool(rule.program.jaxpr.effects)  # such as the cotangent
         return prints or not _is_linear(w, rule.backward, len(rule.given))
-    for p in read.inner_programs(e):
-        here = w.at(jaxpr=p, given=read.moved_by(p, p.outvars))
+    for p in jaxprs.inner_programs(e):
+        here = w.at(jaxpr=p, given=jaxprs.moved_by(p, p.outvars))
         if any(has_nonlinear_rule(here, x) for x in p.eqns):
             return True
     return False
@@ -294,7 +284,7 @@ def passed_on(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Any]:
     """
     xs, types = [w.whole(v) for v in vs], types_of(e)
     is_key = (jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in types)
-    calls_back = read.acts(e) and not any(is_key)
+    calls_back = jaxprs.acts(e) and not any(is_key)
     if calls_back and not types:
         _run_once(w, e, xs)
         return []
@@ -307,11 +297,11 @@ def passed_on(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Any]:
             "A derivative rule that is not linear in its cotangent, of what has no "
             "rows, must see what comes from all rows: for that a jax.shard_map must "
             f"have check_vma=False, but this one checks, and {e.primitive.name} is at "
-            f"{places.place_of(e.source_info)}. Pass check_vma=False, or call at top "
+            f"{about.place_of(e.source_info)}. Pass check_vma=False, or call at top "
             "level with data_axis=."
         )
 
-    def run() -> list[jax.Array]:
+    def computed() -> list[jax.Array]:
         # The zeros of a rule that returns None have the types of its own arguments,
         # and JAX compares those of the branches.
         own = [jax.lax.copy_p.bind(x) if is_inexact(x) else x for x in xs]
@@ -319,8 +309,8 @@ def passed_on(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Any]:
         return [x.astype(jnp.int32) if x.dtype == jnp.bool_ else x for x in some]
 
     # The others do not run it: a rule may make something of no cotangent.
-    nothing = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(run)]
-    found = jax.lax.cond(w.index == 0, run, lambda: nothing)
+    nothing = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(computed)]
+    found = jax.lax.cond(w.index == 0, computed, lambda: nothing)
     w.level += 1
     out = w.bound(e, xs) if len(passed) < len(types) else [None] * len(types)
     for i, x in zip(passed, found, strict=True):
@@ -343,12 +333,12 @@ def _run_once(w: Writer, e: core.JaxprEqn, xs: list[Any]) -> None:
     jax.lax.while_loop(lambda due: due, body, w.index == 0)
 
 
-def _traced_before(jaxpr: core.Jaxpr, consts: Sequence[Any]) -> read.Program:
+def _traced_before(jaxpr: core.Jaxpr, consts: Sequence[Any]) -> jaxprs.Program:
     """A program that JAX traced and keeps, such as that of a rule, and its constants.
 
     In newer JAX the constants are the first arguments.
     """
     number = len(consts) - len(jaxpr.constvars)
-    return read.Program(
-        rewrite.with_constants(jaxpr, number) if number else jaxpr, consts
+    return jaxprs.Program(
+        jaxprs.with_constants(jaxpr, number) if number else jaxpr, consts
     )

@@ -7,20 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ga_optax._partition import columns, factors
-from ga_optax._partition.made import number_of
-from ga_optax._partition.values import (
-    PARTIAL,
-    WHOLE,
-    Results,
-    Rows,
-    Value,
-    can_split,
-    types_of,
-)
-from ga_optax._partition.writer import Writer
-from ga_optax._passes import read
-from ga_optax._passes.read import is_inexact
+from .._passes import jaxprs
+from .._passes.jaxprs import is_inexact
+from . import factors
+from .held import PARTIAL, WHOLE, Results, Rows, Value, can_split, types_of
+from .writer import Writer, known_number
 
 # What an index may go through and stay the same. For casts there is `_holds`.
 _SAME = ("convert_element_type", "squeeze", "copy")
@@ -32,13 +23,13 @@ def gather(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     if operand.dim in e.params["dimension_numbers"].collapsed_slice_dims:
         if found := _own(w, e, operand, indices):
             return found
-        turned = columns.of_pairs(w, operand, (operand.dim,))
+        turned = factors.pairs_by_columns(w, operand, (operand.dim,))
         if turned and (found := _own(w, e, turned, indices)):
             w.level = max(turned.level, indices.level)
             return found
         if (picked := _picked(w, e, operand, indices)) is not None:
             return [(picked, PARTIAL)]
-    return factors.forward(w, e, vs)
+    return factors.along_rows(w, e, vs)
 
 
 def _own(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> Results:
@@ -50,7 +41,7 @@ def _own(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> Results
             return None
         [d, *_] = _batch(e)
         return [(w.run(e, [operand.x, own]), operand.rows.at(d))]
-    return factors.forward(w, e, [operand, indices])
+    return factors.along_rows(w, e, [operand, indices])
 
 
 def reorders(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> bool:
@@ -59,7 +50,7 @@ def reorders(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> boo
     if not operand.rows or not indices.is_whole or numbers.operand_batching_dims:
         return False
     own = operand.dim in numbers.start_index_map and picks[operand.dim] == 1
-    as_many = read.numbers(types_of(e)[0].shape) >= operand.size
+    as_many = jaxprs.numbers(types_of(e)[0].shape) >= operand.size
     index_map = numbers.start_index_map
     return own and as_many and rows_in_order(w, operand, indices, index_map) is None
 
@@ -84,7 +75,7 @@ def _picked(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> Any:
         not is_inexact(aval)
         or d not in numbers.collapsed_slice_dims
         or d not in numbers.start_index_map
-        or read.numbers(aval.shape) * parts > operand.size
+        or jaxprs.numbers(aval.shape) * parts > operand.size
     ):
         return None
     at = w.whole(indices)
@@ -241,7 +232,7 @@ def _scattered_over(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     So rows are sent to the buffers of experts, and counted.
     """
     operand, *others = vs
-    name, ways = e.primitive.name, factors.of_equation(e)
+    name, ways = e.primitive.name, factors.ways_to_split(e)
     along = [
         (v.rows, way.ins[1:])
         for way in ways
@@ -278,12 +269,12 @@ def _written(w: Writer, e: core.JaxprEqn, vs: list[Value], here: _Updates) -> Re
     operand, *others = vs
     numbers, p = e.params["dimension_numbers"], e.params
     is_one = p["unique_indices"] and p["mode"] != jax.lax.GatherScatterMode.CLIP
-    is_empty = number_of(operand) == 0
+    is_empty = known_number(operand) == 0
     how = {key: p[key] for key in ("indices_are_sorted", "unique_indices", "mode")}
     updates, top = here.updates, None
     if not is_one or not is_empty:
         order, shape = _order(w, e, vs, here)
-        if read.numbers(shape) >= vs[2].size:
+        if jaxprs.numbers(shape) >= vs[2].size:
             return None  # all updates take no more
         start = jnp.zeros(shape, jnp.int32)
         top = jax.lax.scatter_max(start, here.indices, order, numbers, **how)

@@ -1,14 +1,14 @@
-"""Equations with programs inside: functions, branches, regions of a mesh.
+"""Equations with programs inside: functions, branches, loops, regions, `microbatch`.
 
-A jitted function is opened. A checkpoint stays one. Where rows must not meet, such as
-in a branch, an equation is computed whole if they do.
+The program inside is partitioned like the one around it, with the layouts of operands
+and of the results that are wanted.
 """
 
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,21 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ga_optax._partition import labels
-from ga_optax._partition.linear import is_summed_first
-from ga_optax._partition.values import (
-    PARTIAL,
-    Layout,
-    Result,
-    Results,
-    Rows,
-    Value,
-    local_shape,
-    type_here,
-)
-from ga_optax._partition.writer import Same, Writer
-from ga_optax._passes import interpret, read
-from ga_optax._passes.read import is_inexact
+from .._passes import feedback, jaxprs
+from .._passes.equation import Divided
+from .._passes.jaxprs import is_inexact
+from . import held
+from .factors import is_summed_first
+from .held import PARTIAL, WHOLE, Layout, Result, Results, Rows, RowsMeet, Value
+from .writer import Same, Writer
+
+# == Programs inside ===================================================================
+# Equations with programs inside: functions, branches, regions of a mesh.
+#
+# A jitted function is opened. A checkpoint stays one. Where rows must not meet, such as
+# in a branch, an equation is computed whole if they do.
 
 # Parameters that say how functions with rules of their own are differentiated.
 DERIVED = frozenset(("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "out_trees"))
@@ -55,12 +53,12 @@ class Inner(NamedTuple):
     reads_index: bool
 
     def __call__(self, index: Any, args: Sequence[Any]) -> list[Any]:
-        return interpret.results(self.closed, [index, *args])
+        return jaxprs.results(self.closed, [index, *args])
 
 
 def inner(
     w: Writer,
-    program: read.Program,
+    program: jaxprs.Program,
     args: Sequence[Value],
     wanted: Sequence[Layout | None] = (),
 ) -> Inner:
@@ -76,10 +74,12 @@ def inner(
       wanted: a layout for each result, None for any.
     """
     types = [
-        type_here(v.aval, local_shape(v.aval.shape, v.layout, w.axis.parts), v.x)
+        held.type_here(
+            v.aval, held.local_shape(v.aval.shape, v.layout, w.axis.parts), v.x
+        )
         for v in args
     ]
-    number = type_here(jax.ShapeDtypeStruct((), jnp.int32), (), w.index)
+    number = held.type_here(jax.ShapeDtypeStruct((), jnp.int32), (), w.index)
     facts = ((v.aval, v.layout, v.level, v.params, v.smooth) for v in args)
     key = "inner", w.scope, key_of(w, program), number, *types, *facts, *wanted
     records = w.records
@@ -94,24 +94,24 @@ def inner(
     return run
 
 
-def key_of(w: Writer, program: read.Program) -> Any:
+def key_of(w: Writer, program: jaxprs.Program) -> Any:
     """A key that is equal for programs that compute the same."""
     # In a rule, functions run without their own; `_is_of_here` knows if one kept it.
-    form = read.form(program.jaxpr, DERIVED if w.scope.in_rule else ())
+    form = jaxprs.form(program.jaxpr, DERIVED if w.scope.in_rule else ())
     return form, *map(Same, program.consts)
 
 
 def _is_of_here(closed: Any, in_rule: bool) -> bool:
     """True if a program has something of the place for which it is written."""
     keeps = in_rule and any(
-        not DERIVED.isdisjoint(e.params) for e in read.equations(closed.jaxpr)
+        not DERIVED.isdisjoint(e.params) for e in jaxprs.equations(closed.jaxpr)
     )
     return keeps or any(isinstance(x, jax.core.Tracer) for x in closed.consts)
 
 
 def _written(
     w: Writer,
-    program: read.Program,
+    program: jaxprs.Program,
     args: Sequence[Value],
     wanted: Sequence[Layout | None],
     types: Any,
@@ -121,22 +121,22 @@ def _written(
     levels: list[int] = []
     texts: list[str] = []
 
-    def run(index: Any, xs: Sequence[Any]) -> list[Any]:
+    def written(index: Any, xs: Sequence[Any]) -> list[Any]:
         here = w.within(is_inner=True).at(index=index)
         new = [v.alone(x) for x, v in zip(xs, args, strict=True)]
         out = here.interpret(program.jaxpr, program.consts, new)
         pairs = zip(out, wanted or [None] * len(out), strict=True)
         layouts[:] = [v.layout if layout is None else layout for v, layout in pairs]
         levels[:] = [v.level for v in out]
-        values = labels.values_of(w.axis, out)
-        texts[:] = map(labels.in_words, values)
+        values = held.labelled_values(w.axis, out)
+        texts[:] = map(held.value_in_words, values)
         return [*in_layouts(here, out, layouts), *(v.x for v in values)]
 
-    closed = jax.make_jaxpr(run, axis_env=w.axis.env)(*types)
-    closed = labels.labelled(closed, texts)
+    closed = jax.make_jaxpr(written, axis_env=w.axis.env)(*types)
+    closed = held.labelled_program(closed, texts)
     meets = any(map(w.axis.meets, closed.jaxpr.eqns))
-    live = read.live(closed.jaxpr)
-    reads_index = read.num_readers(live, live.invars[0]) > 0
+    live = jaxprs.live(closed.jaxpr)
+    reads_index = jaxprs.num_readers(live, live.invars[0]) > 0
     return Inner(closed, layouts, levels, meets, reads_index)
 
 
@@ -168,7 +168,7 @@ def joined(a: Layout, b: Layout) -> Layout:
 # -- Checkpoints -----------------------------------------------------------------------
 
 
-def inlined(w: Writer, program: read.Program, vs: list[Value]) -> list[Result]:
+def inlined(w: Writer, program: jaxprs.Program, vs: list[Value]) -> list[Result]:
     """The results of a program, as if it stood there itself."""
     out = w.interpret(program.jaxpr, program.consts, vs)
     w.level = max(v.level for v in out)
@@ -176,11 +176,11 @@ def inlined(w: Writer, program: read.Program, vs: list[Value]) -> list[Result]:
 
 
 def checkpoint(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    [program] = read.inner(e)
+    [program] = jaxprs.inner(e)
     run = inner(w, program, vs)
 
     def make() -> Any:
-        return interpret.checkpointed(e, lambda index, *xs: run(index, xs))
+        return jaxprs.checkpointed(e, lambda index, *xs: run(index, xs))
 
     policy, prevent_cse = Same(e.params["policy"]), e.params["prevent_cse"]
     function = w.once(("checkpoint", Same(run.closed), policy, prevent_cse), make)
@@ -199,7 +199,7 @@ def cond(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     if is_summed_first(w, e, operands):
         operands = w.summed(operands)
     choice = w.whole(which)
-    branches = read.inner(e)
+    branches = jaxprs.inner(e)
     here, notes = w.within(forbids_collectives=True), w.records.notes
     before = len(notes)
     found = [inner(here, branch, operands).layouts for branch in branches]
@@ -216,7 +216,7 @@ def cond(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
 
 def shard_map(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     """A function that devices run on parts of every row, or on different rows."""
-    p, [program] = e.params, read.inner(e)
+    p, [program] = e.params, jaxprs.inner(e)
     vs = w.summed(vs)
     sizes = p["mesh"].shape
     specs = zip(vs, p["in_specs"], strict=True)
@@ -225,7 +225,7 @@ def shard_map(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         return None
     results: list[Value] = []
 
-    def run(index: Any, *xs: Any) -> tuple[Any, ...]:
+    def on_a_part(index: Any, *xs: Any) -> tuple[Any, ...]:
         triples = zip(vs, xs, of_args, program.jaxpr.invars, strict=True)
         args = [v.alone(x, layout, name.aval) for v, x, layout, name in triples]
         # Programs have types of the region in which they were made.
@@ -235,7 +235,7 @@ def shard_map(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         return tuple(v.x for v in results)
 
     out = jax.shard_map(
-        run,
+        on_a_part,
         mesh=p["mesh"],
         in_specs=(jax.P(), *p["in_specs"]),
         out_specs=tuple(p["out_specs"]),
@@ -284,7 +284,7 @@ def linear_solve(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         given = list(itertools.islice(rest, number))
         if program is None:
             return None, []
-        xs, its = [v.x for v in given], read.Program(program.jaxpr, program.consts)
+        xs, its = [v.x for v in given], jaxprs.Program(program.jaxpr, program.consts)
         aux = [None] * (len(its.jaxpr.outvars) - len(due))
         where = w.within(forbids_collectives=True)
         run = inner(where, its, [*given, *sides], [*due, *aux])
@@ -320,7 +320,7 @@ def expanded(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     return None if program is None else inlined(w, program, vs)
 
 
-def _expanded(equation: core.JaxprEqn) -> read.Program | None:
+def _expanded(equation: core.JaxprEqn) -> jaxprs.Program | None:
     """The program of a primitive that is written in JAX; None for other primitives."""
     primitive = equation.params.get("_prim")
     if not hasattr(primitive, "expand") or not hasattr(primitive, "in_tree"):
@@ -328,15 +328,15 @@ def _expanded(equation: core.JaxprEqn) -> read.Program | None:
     avals: list[Any] = [x.aval for x in equation.invars]
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
 
-    def run(*leaves: Any) -> Any:
+    def plain(*leaves: Any) -> Any:
         return primitive.expand(*jax.tree.unflatten(primitive.in_tree, leaves))
 
-    return interpret.program_of(run, *types)
+    return jaxprs.program_of(plain, *types)
 
 
 def _chosen(
     equation: core.JaxprEqn, which: core.JaxprEqn | None
-) -> read.Program | None:
+) -> jaxprs.Program | None:
     """The branch of a conditional that is taken, if that is known; `which` computes it.
 
     JAX has branches for the kernels of an accelerator, where none of ours is written.
@@ -344,6 +344,268 @@ def _chosen(
     platforms: Any = which.params.get("platforms") if which else None
     if platforms is None:
         return None
-    pairs = zip(read.inner(equation), platforms, strict=True)
+    pairs = zip(jaxprs.inner(equation), platforms, strict=True)
     left = [branch for branch, names in pairs if set(names or ("",)) - {"mosaic"}]
     return left[0] if len(left) == 1 else None
+
+
+# == Loops =============================================================================
+
+
+def scan(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+    if any(map(jaxprs.is_reference, e.invars)):
+        return None
+    how, notes = jaxprs.scan_of(e), w.records.notes
+    if any(v.dim == 0 for v in how.split(vs)[2]):
+        return _over_rows(w, vs, how)
+    before, apart = len(notes), w.within(forbids_collectives=True)
+    # Sums wait for the end of the loop; or they are complete in each iteration; or
+    # rows do not meet in it.
+    for here, waits in (w, True), (w, False), (apart, True):
+        del notes[before:]
+        with w.may_fail(e) as results:
+            results += _of_rows(here, vs, how, waits) or ()
+        if results:
+            w.level, times = here.level, jaxprs.numbers([how.length])
+            each = [x._replace(nbytes=times * x.nbytes) for x in notes[before:]]
+            notes[before:] = each
+            return results
+    name = f"scan of {how.length} iterations, in whose carry rows meet,"
+    return w.noted(name, e, vs)
+
+
+def _of_rows(w: Writer, vs: list[Value], how: jaxprs.Scan, waits: bool) -> Results:
+    """A scan whose iterations work on rows; `waits` if sums may wait for its end."""
+    vs = vs if waits else w.summed(vs)
+    consts, carry, slices = how.split(vs)
+    level, params, n = w.level, any(v.params for v in vs), len(carry)
+    smooth = any(v.smooth for v in vs)
+    notes, before = w.records.notes, len(w.records.notes)
+
+    def complete(layouts: Iterable[Layout]) -> list[Layout]:
+        return [WHOLE if x == PARTIAL and not waits else x for x in layouts]
+
+    def body(wanted: Sequence[Layout] = ()) -> Inner:
+        del notes[before:]
+        each = zip(
+            vs,
+            how.body.jaxpr.invars,
+            [*(v.layout for v in consts), *layouts, *map(_of_slice, slices)],
+            [*[level] * len(consts), *levels, *[level] * len(slices)],
+            strict=True,
+        )
+        args = [
+            Value(None, x.aval, layout, number, params, smooth)
+            for v, x, layout, number in each
+        ]
+        return inner(w, how.body, args, wanted)
+
+    layouts, levels = [v.layout for v in carry], [level] * n
+    run = body()
+    while (new := complete(map(joined, layouts, run.layouts))) != layouts:
+        # A sum that waits is as late as what iterations add to it.
+        layouts, levels = new, list(map(max, levels, run.levels))
+        run = body()
+    wanted = complete([*layouts, *run.layouts[n:]])
+    run = run if wanted == run.layouts else body(wanted)
+    # In an unrolled loop, sums that wait would be one more at each place of it.
+    longest = 0 if waits and PARTIAL in layouts else w.axis.longest
+    if run.meets and not _comes_apart(w, run, how, longest):
+        return None
+    start = in_layouts(w, carry, layouts)
+    xs = [*(v.x for v in consts), *start, *(v.x for v in slices)]
+    out = jaxprs.scan(how, lambda args: run(w.index, args), xs)
+    w.level = max([level, *run.levels])
+    return list(zip(out, [*layouts, *map(_of_stack, wanted[n:])], strict=True))
+
+
+def _comes_apart(w: Writer, run: Inner, how: jaxprs.Scan, longest: int) -> bool:
+    """True if rows meet only beside loops of more than `longest` iterations."""
+    body = jaxprs.Program(run.closed.jaxpr, run.closed.consts)
+    here = how._replace(body=body, num_consts=how.num_consts + 1)  # the index
+    return feedback.comes_apart(here, w.axis.meets, longest)
+
+
+def _of_slice(v: Value) -> Layout:
+    return v.rows.at(v.dim - 1) if v.rows else v.layout
+
+
+def _of_stack(layout: Layout) -> Layout:
+    return layout.at(layout.dim + 1) if isinstance(layout, Rows) else layout
+
+
+# -- Scans over rows -------------------------------------------------------------------
+
+
+def _over_rows(w: Writer, vs: list[Value], how: jaxprs.Scan) -> Results:
+    """A scan over the rows themselves: each micro-batch has its own iterations.
+
+    It has no carry, as in `jax.lax.map`, or one to which every iteration adds.
+    """
+    consts, carry, slices = how.split(vs)
+    rows = max((v.rows for v in slices if v.dim == 0), key=lambda rows: -rows.segments)
+    if how.length % (rows.segments * held.unit(w.axis.parts)):
+        return None
+    if carry and not _only_adds(how):
+        return None
+    start = [w.addend(v) for v in carry]
+    xs = [*map(w.whole, consts), *start, *(w.part(v, rows) for v in slices)]
+    how = how._replace(length=held.length_of(how.length, w.axis.parts))
+    out = jaxprs.scan(how, functools.partial(jaxprs.results, how.body), xs)
+    n = len(carry)
+    return [(x, PARTIAL if i < n else rows) for i, x in enumerate(out)]
+
+
+def _only_adds(how: jaxprs.Scan) -> bool:
+    """True if iterations do nothing with a carry but add to it."""
+    flat = functools.partial(jaxprs.evaluate, how.body, rule=_in_the_open)
+    types = [x.aval for x in how.body.jaxpr.invars]
+    jaxpr = jaxprs.program_of(lambda *xs: flat(xs), *types).jaxpr
+    _, totals, _ = how.split(jaxpr.invars)
+    return all(map(functools.partial(_is_total, jaxpr), totals, jaxpr.outvars))
+
+
+def _is_total(jaxpr: core.Jaxpr, x: Any, result: Any) -> bool:
+    """True if a program only adds to an argument, which is that result then."""
+    if not is_inexact(x.aval):
+        return False
+    while x is not result:
+        if (use := jaxprs.only_use(jaxpr, x)) is None:
+            return False
+        e, _ = use
+        # A cast is of a weak type, or from one.
+        adds = e.primitive.name in ("add", "add_any", "convert_element_type")
+        if not adds or not all(_is_alike(y, e.outvars[0]) for y in e.invars):
+            return False
+        [x] = e.outvars
+    return jaxprs.num_readers(jaxpr, result) == 1
+
+
+def _is_alike(x: Any, y: Any) -> bool:
+    """True if two variables have the same type, be it weak or not."""
+    return (x.aval.shape, x.aval.dtype) == (y.aval.shape, y.aval.dtype)
+
+
+# -- Loops with a condition ------------------------------------------------------------
+
+
+def while_(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+    vs, n = w.summed(vs), e.params["cond_nconsts"]
+    m = n + e.params["body_nconsts"]
+    of_cond, of_body, carry = vs[:n], vs[n:m], vs[m:]
+    cond, body = (jaxprs.Program(e.params[k].jaxpr, e.params[k].consts) for k in _WHILE)
+    layouts: list[Layout] = [v.layout for v in carry]
+    here = w.within(forbids_collectives=True)
+    notes, before = w.records.notes, len(w.records.notes)
+    facts = w.level, any(v.params for v in vs), any(v.smooth for v in vs)
+    while True:
+        del notes[before:]
+        pairs = zip(carry, layouts, strict=True)
+        args = [Value(None, v.aval, layout, *facts) for v, layout in pairs]
+        wanted = [x if isinstance(x, Rows) else None for x in layouts]
+        run = inner(here, body, [*of_body, *args], wanted)
+        test = inner(here, cond, [*of_cond, *args])
+        new: list[Layout] = list(map(joined, layouts, run.layouts))
+        [rows] = test.layouts
+        if isinstance(rows, Rows):  # a loop for each row, by `jax.vmap`
+            new = [rows] * len(carry)
+        if new == layouts:
+            break
+        if PARTIAL in new or new.count(WHOLE) == layouts.count(WHOLE):
+            raise RowsMeet  # each round gives rows to a carry that had none
+        layouts = new
+    is_one = not test.closed.out_avals[0].shape
+
+    def goes_on(carry: Sequence[Any]) -> jax.Array:
+        return test(w.index, [*(v.x for v in of_cond), *carry])[0]
+
+    def any_goes_on(carry: Sequence[Any]) -> jax.Array:
+        return goes_on(carry) if is_one else goes_on(carry).any()
+
+    def step(carry: Sequence[Any]) -> Sequence[Any]:
+        new = run(w.index, [*(v.x for v in of_body), *carry])
+        if is_one:
+            return new
+        return list(map(functools.partial(_where, goes_on(carry)), new, carry))
+
+    out = jax.lax.while_loop(any_goes_on, step, in_layouts(w, carry, layouts))
+    return list(zip(out, layouts, strict=True))
+
+
+def _where(goes_on: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """The new values of the loops that go on; axes of loops come first."""
+    goes_on = goes_on.reshape(*goes_on.shape, *[1] * (new.ndim - goes_on.ndim))
+    return jnp.where(goes_on, new, old)
+
+
+_WHILE = ("cond_jaxpr", "body_jaxpr")
+
+
+def _in_the_open(equation: core.JaxprEqn, values: list[Any]) -> list[Any] | None:
+    """A rule by which functions and checkpoints run as if they stood there."""
+    if not jaxprs.is_inline(equation):
+        return None
+    [program] = jaxprs.inner(equation)
+    return jaxprs.evaluate(program, values, _in_the_open)
+
+
+# == A microbatch inside ===============================================================
+# A nested `microbatch`, such as of the head of a model.
+#
+# In a micro-batch of a window it divides the rows of the micro-batch on one device,
+# into the number of pieces that the user gave, or the largest smaller number that
+# divides the rows. If rows meet inside, the program of the nested function is inlined.
+
+
+def divided(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
+    function: Divided = e.params["function"]
+    vs = w.summed(vs)
+    number = _number(w, function, vs)
+    if number > 1 and not function.program.jaxpr.effects:
+        with w.may_fail(e) as out:
+            out += _divided(w, function, vs, number)
+        if out:
+            return out
+    return inlined(w, function.program, vs)
+
+
+def written_gradient(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
+    """A `value_and_grad`: as it was written, or as the law.
+
+    The law if it has a derivative, or rows of a micro-batch: what is written splits the
+    rows of the whole batch.
+    """
+    vs = w.summed(vs)
+    if any(v.smooth or v.rows for v in vs):
+        return divided(w, e, vs)
+    return inlined(w, jaxprs.inner(e)[0], vs)
+
+
+def _number(w: Writer, function: Divided, vs: list[Value]) -> int:
+    """The number of pieces of a micro-batch of the window, or 1."""
+    pairs = [(v, d) for v, d in zip(vs, function.axes, strict=True) if d is not None]
+    same = [v.dim == d for v, d in pairs]
+    if not any(same):
+        return function.number
+    if not (all(same) and w.axis.is_even):  # the last might have another number
+        return 1
+    v, d = pairs[0]
+    rows = held.length_of(v.shape[d], w.axis.parts)
+    if not isinstance(rows, int):  # `jax.export` leaves it open
+        return 1
+    if function.size is not None:
+        fewest = -(-rows // function.size)
+        return next(n for n in range(fewest, rows + 1) if rows % n == 0)
+    return next(n for n in range(min(function.number, rows), 0, -1) if rows % n == 0)
+
+
+def _divided(
+    w: Writer, function: Divided, vs: list[Value], number: int
+) -> list[Result]:
+    inside = w.within(forbids_collectives=True, partitioned_again=True)
+    run = inner(inside, function.program, vs)
+    here = function.with_program(run.closed, (None, *function.axes), number)
+    index = index_for(w, run)
+    out = here.bind([*run.closed.consts, index, *(v.x for v in vs)])
+    w.level = max(run.levels, default=0)
+    return list(zip(out, run.layouts, strict=True))

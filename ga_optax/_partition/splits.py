@@ -1,35 +1,45 @@
-"""Calls with a record of how they split (`Split`): one body, a reader of each kind.
+"""Calls that say how they split: promises, custom partitioning, attention, kernels.
 
-    rowwise                functions whose rows do not need each other, by promise
-    custom_partitioning    calls with a rule for shardings
-    cudnn_attention        calls of a known kernel
-    pallas_call            kernels whose grid goes over the rows, see `kernels`
+    call(x [n, ...])  =  the calls of k parts [n / k, ...], side by side
 
-A reader returns records. The body chooses one of the ways in them, calls the function
-with the rows of a micro-batch, and checks the types of the results.
-
-The rule of `custom_partitioning` names a *factor* for each dimension. A factor that is
-only passed through, from operands to each result, may be split over devices; so it may
-over micro-batches, which run what one of k devices would.
+One body splits a call by a record; a reader makes the record of each kind of call.
+Kernels of Pallas, which a micro-batch runs on a part of the grid, come last.
 """
 
+import dataclasses
 import functools
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from ga_optax._partition import custom, factors
-from ga_optax._partition.notes import note_of
-from ga_optax._partition.values import PARTIAL, Results, Value, local_shape, types_of
-from ga_optax._partition.writer import Writer
-from ga_optax._passes import interpret, notation, places, read
-from ga_optax._passes.notation import Factor, Split
-from ga_optax._passes.rowwise import bound
+from .._passes import about, jaxprs, primitives
+from .._passes.primitives import Axes, Factor, Split
+from .._passes.rowwise import bound
+from . import custom, factors
+from .held import PARTIAL, WHOLE, Results, Rows, Value, local_shape, note_of, types_of
+from .writer import Writer
+
+# == Splits ============================================================================
+# Calls with a record of how they split (`Split`): one body, a reader of each kind.
+#
+#     rowwise                functions whose rows do not need each other, by promise
+#     custom_partitioning    calls with a rule for shardings
+#     cudnn_attention        calls of a known kernel
+#     pallas_call            kernels whose grid goes over the rows, see below
+#
+# A reader returns records. The body chooses one of the ways in them, calls the function
+# with the rows of a micro-batch, and checks the types of the results.
+#
+# The rule of `custom_partitioning` names a *factor* for each dimension. A factor that
+# is only passed through, from operands to each result, may be split over devices; so it
+# may over micro-batches, which run what one of k devices would.
 
 # Of an equation, and rows in so many segments (see `Rows`), how it splits along them.
 Reader = Callable[[Writer, core.JaxprEqn, int], Sequence[Split]]
@@ -40,14 +50,14 @@ def called(w: Writer, e: core.JaxprEqn, way: Factor, **params: Any) -> Split:
     return Split((way,), lambda *xs: w.results(e, xs, **params))
 
 
-def split(reads: Reader, w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+def split_call(reads: Reader, w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     """The results of an equation in the best way to split it; None if there is none."""
     records = {n: reads(w, e, n) for n in {v.rows.segments for v in vs if v.rows}}
 
     def ways(rows: Any) -> list[Factor]:
         return [way for record in records[rows.segments] for way in record.factors]
 
-    if (choice := factors.chosen(vs, ways)) is None:
+    if (choice := factors.chosen_way(vs, ways)) is None:
         return None
     rows, way = choice
     record = next(x for x in records[rows.segments] if way in x.factors)
@@ -64,11 +74,9 @@ def split(reads: Reader, w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Result
     if record.name and why:
         _warn(e, why)
     elif record.name:
-        size = sum(read.numbers(x.shape) for x in types_of(e))
+        size = sum(jaxprs.numbers(x.shape) for x in types_of(e))
         w.records.promised.append(note_of(e, size, _name(e)))
-    return (
-        None if why else list(zip(interpret.results(program, xs), layouts, strict=True))
-    )
+    return None if why else list(zip(jaxprs.results(program, xs), layouts, strict=True))
 
 
 # -- What the user promises ------------------------------------------------------------
@@ -76,13 +84,15 @@ def split(reads: Reader, w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Result
 
 def rowwise(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     """A call of a function of the user whose rows do not need each other."""
-    if (out := split(_promised, w, e, vs)) is None:
+    if (out := split_call(_promised, w, e, vs)) is None:
         return w.noted(_name(e), e, vs)
     if not any(v.smooth for v in vs) or not custom.has_nonlinear_rule(w, e):
         return out
     # Its cotangent must be complete, see `custom`.
     name = w.axis.name
-    return [(checkpoint_name(x, name) if read.is_inexact(x) else x, y) for x, y in out]
+    return [
+        (checkpoint_name(x, name) if jaxprs.is_inexact(x) else x, y) for x, y in out
+    ]
 
 
 def _promised(w: Writer, e: core.JaxprEqn, _: int) -> Sequence[Split]:
@@ -99,7 +109,7 @@ def _name(e: core.JaxprEqn) -> str:
 def _warn(e: core.JaxprEqn, why: str) -> None:
     warnings.warn(
         f"{_name(e)} must take any number of rows, and return as many, but at "
-        f"{places.line_of(e.source_info)} it {why}, with the rows of a micro-batch. "
+        f"{about.line_of(e.source_info)} it {why}, with the rows of a micro-batch. "
         "All rows are computed in each micro-batch instead: the result is right, but "
         "takes more memory. Give None in in_axes to what has no rows, or write the "
         "function for any number of rows.",
@@ -131,7 +141,7 @@ def custom_partitioning(w: Writer, e: Any, _: int) -> Sequence[Split]:
     # Of another size it would be another factor.
     pairs = map(zip, names, shapes)
     dims = [[None if x in whole else (x, n) for x, n in each] for each in pairs]
-    ways = notation.factors_of_dims((dims[: len(e.invars)], dims[len(e.invars) :]))
+    ways = primitives.factors_of_dims((dims[: len(e.invars)], dims[len(e.invars) :]))
     kept = [way for way in ways if None not in way.outs]
     return [Split((way,), functools.partial(_on_device, w, e, way)) for way in kept]
 
@@ -207,3 +217,168 @@ def cudnn_attention(w: Writer, e: Any, _: int) -> Sequence[Split]:
         return []
     outs = tuple(dims[i] if is_backward else 0 for i in range(len(e.outvars)))
     return [called(w, e, Factor(dims, outs))]
+
+
+# == Kernels ===========================================================================
+# Kernels of Pallas: a micro-batch runs the part of the grid that is over its rows.
+#
+# A kernel has one program for each point of a grid, and each program has a block of
+# each operand and result. If one axis of the grid goes over the rows, and programs do
+# not know where they are along it, then those of a micro-batch are a kernel by
+# themselves:
+#
+#   grid [..., k L, ...], blocks of n rows  ->  grid [..., L, ...], blocks of n / k rows
+#
+# Functions of the grid give the block of a program. They are evaluated at all points of
+# the grid, which is more exact than to match formulas. If anything else may depend on
+# the axis, or on the order of programs along it, the kernel is computed whole.
+
+_MOST_POINTS = 2**20  # of a grid, at which functions of it are evaluated
+_ASK = ("program_id", "num_programs")  # for the place of a program on an axis
+# In the names of primitives by which programs share what is no operand, or that hide a
+# function of Python's.
+_HIDDEN = ("prng", "semaphore", "global", "cluster", "inline", "pipeline", "fusion")
+
+
+def pallas_call(w: Writer, e: core.JaxprEqn, segments: int) -> list[Split]:
+    """A way to split for each axis of the grid that goes over rows."""
+    grid, n, records = e.params["grid_mapping"], len(e.invars), list[Split]()
+    for g in range(len(grid.grid)) if _can_be_read(e) else ():
+        dims = _dims(grid, g, segments, w.axis.size)
+        if dims and not _depends(e, g, dims):
+            part, way = _part(e, g, dims, w.axis.size), Factor(dims[:n], dims[n:])
+            records.append(called(w, e, way, **part))
+    return records
+
+
+def _can_be_read(e: core.JaxprEqn) -> bool:
+    """True if the programs of a kernel share operands and results alone."""
+    [kernel], p, grid = jaxprs.inner_programs(e), e.params, e.params["grid_mapping"]
+    names = " ".join(x.primitive.name for x in jaxprs.equations(kernel))
+    return (
+        p.get("mesh") is None
+        and grid.grid_names is None
+        and len(e.invars) == grid.num_index_operands + grid.num_inputs
+        and all(isinstance(n, int) for n in grid.grid)
+        and not getattr(p["compiler_params"], "has_side_effects", False)
+        and all(getattr(x, "input", None) in kernel.invars for x in kernel.effects)
+        and not any(part in names for part in _HIDDEN)
+    )
+
+
+# -- Which blocks a program has --------------------------------------------------------
+
+
+def _dims(grid: Any, g: int, segments: int, parts: int) -> Axes | None:
+    """The dimension of each array that axis `g` goes over; None if that is not known.
+
+    Each result has one, so that no two micro-batches write the same of it.
+    """
+    if grid.grid[g] % (parts * segments):
+        return None
+    dims: list[int | None] = [None] * grid.num_index_operands
+    for i, block in enumerate(grid.block_mappings):
+        each = [_index(block, d, grid.grid, g) for d in range(len(block.block_shape))]
+        moves = [_moves(block, d, x, (segments, parts)) for d, x in enumerate(each)]
+        is_result = i >= grid.num_inputs
+        if None in moves or not is_result <= sum(map(bool, moves)) <= 1:
+            return None
+        dims.append(moves.index(True) if True in moves else None)
+    return tuple(dims)
+
+
+def _index(block: Any, d: int, sizes: tuple[int, ...], g: int) -> Any:
+    """The block of each program along `d`, `[sizes[g], ...]`; None if not known."""
+    jaxpr = getattr(block.index_map_jaxpr, "jaxpr", block.index_map_jaxpr)
+    out, ids = jaxpr.outvars[d], jaxpr.invars[: len(sizes)]
+    given = *jaxpr.constvars, *jaxpr.invars
+    equations, reads = jaxprs.needed_for(jaxpr, [out], {*given}.__contains__)
+    if ids[g] not in reads:
+        return np.zeros(sizes[g], np.int32)
+    shape = [n if x in reads else 1 for n, x in zip(sizes, ids, strict=True)]
+    if not set(reads) <= set(ids) or math.prod(shape) > _MOST_POINTS:
+        return None
+    points = np.indices(shape, np.int32).reshape(len(shape), -1)
+    with jax.ensure_compile_time_eval():
+        [x] = jax.vmap(lambda *at: jaxprs.bind(jaxpr, equations, ids, [out], at))(
+            *points
+        )
+    return np.moveaxis(np.asarray(x).reshape(shape), g, 0)
+
+
+def _moves(block: Any, d: int, x: Any, cut: tuple[int, int]) -> bool | None:
+    """True if micro-batches have one part after another along `d`; None if otherwise.
+
+    False if they all have the same blocks.
+    """
+    if x is None:
+        return None
+    (segments, parts), others = cut, x.shape[1:]
+    # The blocks of a micro-batch, by the same function, and those that it has now.
+    local = x[: len(x) // parts].reshape(segments, 1, -1, *others)
+    now = x.reshape(segments, parts, -1, *others)
+    if (now == local).all():
+        return False
+    dim = block.block_shape[d]
+    sizes = {"Squeezed": 1, "Blocked": getattr(dim, "block_size", 0)}
+    size = sizes.get(type(dim).__name__, 0)  # else blocks may overlap
+    here, rest = divmod(block.array_aval.shape[d], parts * segments)
+    if rest or not size or here % size:
+        return None
+    here //= size
+    segment, within = np.divmod(local, here)
+    number = np.arange(parts).reshape(-1, *[1] * x.ndim)
+    is_next = now == (segment * parts + number) * here + within
+    return True if is_next.all() and local.max() < segments * here else None
+
+
+# -- What else may depend on the axis --------------------------------------------------
+
+
+def _depends(e: core.JaxprEqn, g: int, dims: Axes) -> bool:
+    """True if a program may depend on where along `g` it is, or on others along it."""
+    grid, [kernel] = e.params["grid_mapping"], jaxprs.inner_programs(e)
+    outs = dims[len(e.invars) :]
+    if any(dims[i] != outs[o] for i, o in e.params["input_output_aliases"]):
+        return True
+    # What is written in an operand, the next program reads.
+    effects = [x for x in kernel.effects if type(x).__name__ != "ReadEffect"]
+    written = [getattr(x, "input", None) for x in effects]
+    shared = zip(kernel.invars, dims, strict=False)
+    if any(d is None and x in written for x, d in shared):
+        return True
+    if g in grid.vmapped_dims:
+        return False  # no program can see an axis that `jax.vmap` added
+    axis = g - sum(d < g for d in grid.vmapped_dims)
+    asks = [x for x in jaxprs.equations(kernel) if x.primitive.name in _ASK]
+    if any(x.params["axis"] == axis for x in asks):
+        return True
+    semantics = getattr(e.params["compiler_params"], "dimension_semantics", None)
+    how = semantics[axis] if semantics else None
+    # Scratch stays from one program to the next, unless they may run side by side.
+    is_parallel = str(getattr(how, "name", how)).lower() == "parallel"
+    return bool(grid.scratch_avals) and not is_parallel
+
+
+# -- A part of the grid ----------------------------------------------------------------
+
+
+def _part(e: core.JaxprEqn, g: int, dims: Axes, parts: int) -> dict[str, Any]:
+    """The parameters of the call with a micro-batch's part of axis `g` of the grid."""
+    p, grid = e.params, e.params["grid_mapping"]
+
+    def local(aval: Any, d: int | None) -> Any:
+        layout = WHOLE if d is None else Rows(d)
+        return aval.update(shape=local_shape(aval.shape, layout, parts))
+
+    pairs = zip(grid.block_mappings, dims[grid.num_index_operands :], strict=True)
+    blocks = [x.replace(array_aval=local(x.array_aval, d)) for x, d in pairs]
+    sizes = (n // parts if i == g else n for i, n in enumerate(grid.grid))
+    if (cost := p["cost_estimate"]) is not None:
+        costs = dataclasses.asdict(cost).items()
+        cost = type(cost)(**{key: n // parts for key, n in costs})
+    return {
+        "grid_mapping": grid.replace(grid=tuple(sizes), block_mappings=tuple(blocks)),
+        "out_avals": tuple(map(local, p["out_avals"], dims[len(e.invars) :])),
+        "cost_estimate": cost,
+    }

@@ -1,4 +1,9 @@
-"""The program of a micro-batch while it is written: changes of layout, equations."""
+"""The program of a micro-batch while it is written: changes of layout, equations.
+
+    rule(writer, equation, values)  ->  values
+
+What a rule writes with; and facts that follow from the equations that made a value.
+"""
 
 import contextlib
 import dataclasses
@@ -8,29 +13,29 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core, source_info_util
 
-from ga_optax._partition.axis import Axis
-from ga_optax._partition.made import computed_by, is_reshaped, is_scaled, number_of
-from ga_optax._partition.notes import Failure, Records, note_of
-from ga_optax._partition.values import (
+from .._passes import about, jaxprs
+from .._passes.jaxprs import is_inexact
+from .._passes.primitives import CAST, entry_of, factors_of
+from . import held
+from .held import (
     PARTIAL,
     WHOLE,
+    Axis,
+    Failure,
     Layout,
+    Records,
     Result,
     Results,
     Rows,
     RowsMeet,
     Uneven,
     Value,
-    local_shape,
-    rows_of,
-    types_of,
-    varying,
 )
-from ga_optax._passes import interpret, places, read, references
-from ga_optax._passes.primitives import entry_of
-from ga_optax._passes.read import is_inexact
+
+# == The writer ========================================================================
 
 
 class Scope(NamedTuple):
@@ -182,7 +187,7 @@ class Writer:
         """The part of a sum that this micro-batch has; of a whole value, its share."""
         if v.is_partial:
             return v.x
-        number = number_of(v)
+        number = known_number(v)
         if self.scope.forbids_shares and number != 0:
             raise RowsMeet
         if number == 0:  # made here: it is nothing that waits for other loops
@@ -196,7 +201,7 @@ class Writer:
 
     def rows_of(self, x: Any, rows: Rows) -> Any:
         """This micro-batch's rows of an array that all hold."""
-        return rows_of(x, rows, self.index, self.axis.parts)
+        return held.rows_of(x, rows, self.index, self.axis.parts)
 
     def place_of(self, v: Value, row: Any) -> tuple[Any, Any]:
         """The places here of rows of a value, and True for each row that is here.
@@ -248,8 +253,8 @@ class Writer:
         """The result of an equation, or a list of them, with other parameters."""
         if self.axis.is_checked:
             if e.primitive.name == "pvary":  # some of it may vary already
-                return varying(xs, e.params["axes"])[0]
-            xs = varying(xs)
+                return held.varying(xs, e.params["axes"])[0]
+            xs = held.varying(xs)
         return e.primitive.bind(*xs, **(e.params | params))
 
     def results(self, e: core.JaxprEqn, xs: Sequence[Any], **params: Any) -> list[Any]:
@@ -258,7 +263,7 @@ class Writer:
 
     def all_whole(self, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
         """The results of an equation, computed whole."""
-        if read.inner_programs(e) or read.acts(e):
+        if jaxprs.inner_programs(e) or jaxprs.acts(e):
             out = self.rules.passed_on(self, e, vs)
         else:
             out = self.bound(e, [self.whole(v) for v in vs])
@@ -274,7 +279,7 @@ class Writer:
             # In a loop XLA:CPU (of jax 0.10 to 0.12) writes an update in place while it
             # still reads it from the same array.
             xs[1] = jax.lax.optimization_barrier(xs[1])
-        return interpret.bind(self.jaxpr, [e], e.invars, e.outvars, xs)
+        return jaxprs.bind(self.jaxpr, [e], e.invars, e.outvars, xs)
 
     def interpret(
         self,
@@ -287,7 +292,7 @@ class Writer:
 
         `given` is True for those that may have a cotangent; () if all may.
         """
-        jaxpr = references.grouped(jaxpr)
+        jaxpr = about.references_grouped(jaxpr)
         moving = itertools.compress(jaxpr.outvars, given) if given else jaxpr.outvars
         constants = [
             Value(x, var.aval) for x, var in zip(consts, jaxpr.constvars, strict=True)
@@ -298,10 +303,10 @@ class Writer:
         def value(x: Any) -> Value:
             return Value(x.val, x.aval) if isinstance(x, core.Literal) else env[x]
 
-        here = self.at(jaxpr=jaxpr, given=read.moved_by(jaxpr, moving))
+        here = self.at(jaxpr=jaxpr, given=jaxprs.moved_by(jaxpr, moving))
         outer = source_info_util.current_name_stack()
         for e in jaxpr.eqns:
-            e = places.placed(e, self.source)
+            e = about.better_placed(e, self.source)
             info = here.source = e.source_info
             with source_info_util.user_context(
                 info.traceback, name_stack=outer + info.name_stack
@@ -315,8 +320,8 @@ class Writer:
         return [x in self.given for x in e.outvars]
 
     def _equation(self, e: core.JaxprEqn, vs: list[Value]) -> list[Value]:
-        if read.kind(e) == "call" and not self._stays(e, vs):
-            [program] = read.inner(e)
+        if jaxprs.kind(e) == "call" and not self._stays(e, vs):
+            [program] = jaxprs.inner(e)
             return self.interpret(program.jaxpr, program.consts, vs, self.gives(e))
         if (program := _in_two(e)) is not None:
             return self.interpret(program.jaxpr, program.consts, vs)
@@ -333,7 +338,7 @@ class Writer:
                 self.level,
                 params,
                 smooth and is_inexact(var.aval),
-                layout == PARTIAL and is_scaled(e, vs, read.numbers(x.shape)),
+                layout == PARTIAL and is_scaled(e, vs, jaxprs.numbers(x.shape)),
                 (e, vs, i),
             )
             for i, ((x, layout), var) in enumerate(zip(results, e.outvars, strict=True))
@@ -342,14 +347,14 @@ class Writer:
     def _stays(self, e: core.JaxprEqn, vs: list[Value]) -> bool:
         """True if a jitted function stays one, which JAX lowers once."""
         whole = all(v.is_whole for v in vs)
-        return references.is_group(e) or (whole and self.rules.draws(self, e))
+        return about.is_reference_group(e) or (whole and self.rules.draws(self, e))
 
     def _applied(self, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
         name = e.primitive.name
-        kind, shifts = read.kind(e) or name, entry_of(e).shifts
+        kind, shifts = jaxprs.kind(e) or name, entry_of(e).shifts
         rules, notes = self.rules, self.records.notes
         before = len(notes)
-        opens = kind in rules.nested and bool(e.outvars) and read.acts(e)
+        opens = kind in rules.nested and bool(e.outvars) and jaxprs.acts(e)
         if all(v.is_whole for v in vs) and not opens and not shifts:
             return self.all_whole(e, vs)
         with self.may_fail(e) as out:
@@ -375,13 +380,13 @@ class Writer:
         self, name: str | None, e: core.JaxprEqn, vs: list[Value]
     ) -> list[Result]:
         """The results of an equation, computed whole, which is said under a name."""
-        reads = sum(read.numbers(v.shape) for v in vs if v.rows)
-        self.note(e, max(read.computed(e), reads), name)
+        reads = sum(jaxprs.numbers(v.shape) for v in vs if v.rows)
+        self.note(e, max(jaxprs.computed(e), reads), name)
         return self.all_whole(e, vs)
 
     def note(self, e: core.JaxprEqn, size: int, name: str | None = None) -> None:
         """Notes that an equation is computed whole."""
-        self.records.notes.append(note_of(e, size, name))
+        self.records.notes.append(held.note_of(e, size, name))
 
     @contextlib.contextmanager
     def may_fail(self, e: core.JaxprEqn, last: bool = True) -> Iterator[list[Any]]:
@@ -400,7 +405,7 @@ class Writer:
         except Exception as error:
             meets = isinstance(error, RowsMeet)
             forbidden = meets and last and self.scope.forbids_collectives
-            if forbidden or (not meets and places.is_of_user(error)):
+            if forbidden or (not meets and about.is_of_user(error)):
                 raise
             self.level = level
             results.clear()
@@ -410,9 +415,9 @@ class Writer:
 
     def _fits(self, e: core.JaxprEqn, out: list[Result]) -> bool:
         """True if a rule gave every result in the shape of its layout."""
-        pairs = zip(out, types_of(e), strict=False)
+        pairs = zip(out, held.types_of(e), strict=False)
         return len(out) == len(e.outvars) > 0 and all(
-            jnp.shape(x) == local_shape(aval.shape, layout, self.axis.parts)
+            jnp.shape(x) == held.local_shape(aval.shape, layout, self.axis.parts)
             for (x, layout), aval in pairs
         )
 
@@ -444,7 +449,7 @@ class Rules(NamedTuple):
     draws: Callable[[Writer, core.JaxprEqn], bool]
 
 
-def _in_two(equation: core.JaxprEqn) -> read.Program | None:
+def _in_two(equation: core.JaxprEqn) -> jaxprs.Program | None:
     """A reshape with `dimensions` (order="F") as two equations; None for others."""
     order = equation.params.get("dimensions")
     if equation.primitive.name != "reshape" or order is None:
@@ -452,7 +457,93 @@ def _in_two(equation: core.JaxprEqn) -> read.Program | None:
 
     shape = equation.params["new_sizes"]
 
-    def run(x: jax.Array) -> jax.Array:
+    def computed(x: jax.Array) -> jax.Array:
         return jax.lax.reshape(jax.lax.transpose(x, order), shape)
 
-    return interpret.program_of(run, equation.invars[0].aval)
+    return jaxprs.program_of(computed, equation.invars[0].aval)
+
+
+# == How a value was made ==============================================================
+
+
+def computed_by(v: Value) -> tuple[core.JaxprEqn, list[Value]] | None:
+    """The equation that computes a value of no rows, unless it only moves numbers."""
+    if v.made is None or not all(u.is_whole for u in v.made[1]):
+        return None
+    e, vs, _ = v.made
+    moves = entry_of(e).is_exact or e.primitive.name.startswith("scatter")
+    return None if moves else (e, vs)
+
+
+def known_number(v: Value) -> Any:
+    """The number that all of a value is for certain, or None."""
+    if v.made is None:
+        is_number = v.shape == () and not isinstance(v.x, jax.core.Tracer)
+        return np.asarray(v.x).item() if is_number else None
+    e, vs, _ = v.made
+    moves, casts = entry_of(e).moves, e.primitive.name == CAST
+    number = known_number(vs[0]) if moves or casts else None
+    if not casts or number is None or not np.isfinite(number):
+        return number
+    with jax.ensure_compile_time_eval():  # it may become another number
+        x = np.asarray(number, vs[0].aval.dtype)
+        return np.asarray(jax.lax.convert_element_type(x, v.aval.dtype)).item()
+
+
+def unmoved(v: Value) -> tuple[Value, dict[int, int]]:
+    """The value that a value was before it was moved, and spread along new axes.
+
+    With it comes, for each of its axes that is longer than 1, the axis of `v` that it
+    became.
+    """
+    axes = {d: d for d, n in enumerate(v.shape) if n != 1}
+    while v.made is not None and (back := _axes_before(v.made[0])) is not None:
+        axes = {back[d]: place for d, place in axes.items() if d in back}
+        v = v.made[1][0]
+    return v, axes
+
+
+def _axes_before(e: core.JaxprEqn) -> dict[int | None, int] | None:
+    """For axes of the result, the axis of the operand that each was.
+
+    None if the equation does more than move numbers, or takes axes apart.
+    """
+    if not entry_of(e).moves and e.primitive.name != "stop_gradient":
+        return None
+    if e.primitive.name != "reshape":
+        ways = factors_of(entry_of(e), e)
+        return {x.outs[0]: x.ins[0] for x in ways if x.ins[0] is not None}
+    both: list[Any] = [*e.invars[:1], *e.outvars]
+    shapes = [x.aval.shape for x in both]
+    before, after = ([d for d, n in enumerate(x) if n != 1] for x in shapes)
+    same = [shapes[0][d] for d in before] == [shapes[1][d] for d in after]
+    return dict(zip(after, before, strict=True)) if same else None
+
+
+def is_reshaped(v: Value) -> bool:
+    """True if a value is rows in another shape: they are kept once for both shapes."""
+    if v.made is None or not entry_of(v.made[0]).moves:
+        return False
+    of = v.made[1][0]
+    return of.size == v.size and not of.is_whole
+
+
+def is_scaled(e: core.JaxprEqn, vs: Sequence[Value], size: int) -> bool:
+    """True if the parts of a result may add up to NaN, see `Value`.
+
+    Then the operand is summed instead, unless that is much larger.
+    """
+    name = e.primitive.name
+    summed, factors = [v for v in vs if v.is_partial], []
+    if name == "div":
+        summed, factors = vs[:1], vs[1:]
+    elif name == "mul":
+        factors = [v for v in vs if not v.is_partial]
+    if jaxprs.inner_programs(e) or sum(v.size for v in summed) > max(size, _FEW):
+        return False
+    numbers = map(known_number, factors)
+    finite = all(x is not None and np.isfinite(x) and x != 0 for x in numbers)
+    return any(v.scaled for v in vs) or not finite
+
+
+_FEW = 16  # numbers: so many more may be summed

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from ga_optax._passes import read
+from . import jaxprs
 
 Test = Callable[[core.JaxprEqn], bool]
 _Places = list[int | None]  # the nodes of values, by number; None for literals
@@ -81,7 +81,7 @@ class Graph(NamedTuple):
         return sorted(rings, key=lambda ring: ring.members)
 
 
-def graph(how: read.Scan, opens: Test, start: Sequence[int] | None = None) -> Graph:
+def graph(how: jaxprs.Scan, opens: Test, start: Sequence[int] | None = None) -> Graph:
     """The graph of a scan.
 
     Args:
@@ -95,7 +95,7 @@ def graph(how: read.Scan, opens: Test, start: Sequence[int] | None = None) -> Gr
     return nodes
 
 
-def inside(how: read.Scan, counts: Test) -> dict[int, list[int]]:
+def inside(how: jaxprs.Scan, counts: Test) -> dict[int, list[int]]:
     """The levels of the arguments of each loop with counted equations, by its id."""
     of_scan = graph(how, counts)
     levels = {i: ring.level for ring in of_scan.rings(counts) for i in ring.members}
@@ -105,7 +105,7 @@ def inside(how: read.Scan, counts: Test) -> dict[int, list[int]]:
     }
 
 
-def comes_apart(how: read.Scan, counts: Test, longest: int) -> bool:
+def comes_apart(how: jaxprs.Scan, counts: Test, longest: int) -> bool:
     """True if no counted equation depends on itself in a loop of more iterations."""
     of_scan = graph(how, counts)
     return not any(
@@ -117,7 +117,7 @@ def comes_apart(how: read.Scan, counts: Test, longest: int) -> bool:
 # -- Nodes -----------------------------------------------------------------------------
 
 
-def _iterate(graph: Graph, how: read.Scan, args: _Places, opens: Test) -> _Places:
+def _iterate(graph: Graph, how: jaxprs.Scan, args: _Places, opens: Test) -> _Places:
     """The nodes of the results of a scan, whose nodes are added to the graph."""
     nodes = graph.nodes
     consts, carry, slices = how.split(args)
@@ -137,16 +137,16 @@ def _scan_program(
     env: dict[Any, int | None] = dict(zip(jaxpr.invars, args, strict=True))
 
     def places(atoms: Sequence[Any]) -> _Places:
-        return [env.get(x) if read.is_variable(x) else None for x in atoms]
+        return [env.get(x) if jaxprs.is_variable(x) else None for x in atoms]
 
     for e in jaxpr.eqns:
         inputs, is_open = places(e.invars), opens(e)
-        if is_open and read.is_inline(e):
-            [inner] = read.inner_programs(e)
+        if is_open and jaxprs.is_inline(e):
+            [inner] = jaxprs.inner_programs(e)
             out = _scan_program(graph, inner, inputs, opens)
-        elif is_open and read.kind(e) == "scan":
+        elif is_open and jaxprs.kind(e) == "scan":
             graph.loops[id(e)] = inputs
-            out = _iterate(graph, read.scan_of(e), inputs, opens)
+            out = _iterate(graph, jaxprs.scan_of(e), inputs, opens)
         else:
             graph.nodes.append(Node(_some(inputs), e))
             out = [len(graph.nodes) - 1] * len(e.outvars)

@@ -1,19 +1,104 @@
-"""The table of primitives: one row a primitive.
+"""The table of primitives: one row a primitive, with all that is known of it.
 
-A row has all facts about a primitive. `_partition.factors` splits equations by the
-dimensions, in the notation of `notation`; the tests run the example; and the passes and
-the window ask the other columns. Where dimensions are not enough, as for control flow
-and gathers, `_partition.table` names a rule. A primitive without a row is unknown: no
-pass touches it, and its backward pass may do anything.
+    product: "b k, k c -> b c"      b and c split the equation, k leaves sums
+
+First the notation in which a row says how dimensions split, then the table.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
 
-from ga_optax._passes.notation import Dims, Factor, Shape, factors_of_dims, read
+# == The notation of dimensions ========================================================
+# The notation of the dimensions of primitives.
+#
+# Each dimension has a *factor*, or None: it is always whole. A part of a call along a
+# factor needs the same part of the operands with this factor, and all of the others.
+# The parts of a result without the factor are added up. For `x @ w` the dimensions are
+# `[["b", "t", "c"], ["c", "d"]], [["b", "t", "d"]]`: b, t and d are kept, c is summed.
+#
+#     "..."        dimension d of all operands and results is one factor
+#     "... _ _"    as well, but the last two dimensions are whole
+#
+# Where dimensions depend on parameters, a function of the equation returns them.
+
+Axes = tuple[int | None, ...]
+Shape = tuple[Any, ...]
+Dims = tuple[Sequence[Sequence[Any]], Sequence[Sequence[Any]]]
+
+
+class Factor(NamedTuple):
+    """A factor, along which a call splits.
+
+    Attributes:
+      ins: the dimension of each operand that splits; None for a whole operand.
+      outs: the dimension of each result that splits; None for a sum over parts.
+    """
+
+    ins: Axes
+    outs: Axes
+
+
+@functools.lru_cache(1024)  # a model has many layers of the same shapes
+def parse(dims: str, ins: tuple[Shape, ...], outs: tuple[Shape, ...]) -> list[Factor]:
+    """The factors that a text means, of operands and results of such shapes."""
+    largest = max((*outs, *ins), key=len)  # operands may be broadcast
+    kept = len(largest) - dims.count("_")
+
+    def names(shape: Shape) -> list[int | None]:
+        pairs = enumerate(zip(shape, largest, strict=False))
+        return [d if d < kept and n == most else None for d, (n, most) in pairs]
+
+    return factors_of_dims((list(map(names, ins)), list(map(names, outs))))
+
+
+def factors_of_dims(dims: Dims) -> list[Factor]:
+    """The factors, in the order in which their names first come."""
+    factors = dict.fromkeys(x for side in dims for names in side for x in names)
+    factors.pop(None, None)
+
+    def places(x: Any, side: Sequence[Sequence[Any]]) -> Axes:
+        return tuple(list(of).index(x) if x in of else None for of in side)
+
+    return [Factor(*(places(x, side) for side in dims)) for x in factors]
+
+
+class Split(NamedTuple):
+    """The factors of a call, as the call itself or the user gives them.
+
+    Attributes:
+      factors: the factors; the call may be split along any one of them.
+      fun: computes parts of the results from parts of the operands, along a factor.
+      name: the name of the user's function, if the user promises the factors; else "".
+    """
+
+    factors: tuple[Factor, ...]
+    fun: Callable[..., list[Any]]
+    name: str = ""
+
+    def of_some(self, fun: Callable[..., Any], ins: Any, outs: Any) -> "Split":
+        """The split of another function, with some of the operands and results.
+
+        `ins` and `outs` are their numbers among `[*operands, *results]`.
+        """
+        dims = [(*factor.ins, *factor.outs) for factor in self.factors]
+        factors = (
+            Factor(*(tuple(x[i] for i in side) for side in (ins, outs))) for x in dims
+        )
+        return self._replace(fun=fun, factors=tuple(factors))
+
+
+# == The table =========================================================================
+# The table of primitives: one row a primitive.
+#
+# A row has all facts about a primitive. `_partition.factors` splits equations by the
+# dimensions, in the notation above; the tests run the example; and the passes and the
+# window ask the other columns. Where dimensions are not enough, as for control flow and
+# gathers, `_partition.partitioned` names a rule. A primitive without a row is unknown:
+# no pass touches it, and its backward pass may do anything.
 
 
 class Entry(NamedTuple):
@@ -21,7 +106,7 @@ class Entry(NamedTuple):
 
     Attributes:
       dims: the factors of operands and results, or a function that returns them for an
-        equation; None if `_partition.table` names a rule.
+        equation; None if `_partition.partitioned` names a rule.
       example: a call for the tests, of `h`, which has rows; `w`, a matrix without rows;
         and `ids`, an integer for each row.
       sums: the operands in all of which together the primitive is linear.
@@ -80,7 +165,7 @@ def factors_of(row: Entry, e: core.JaxprEqn) -> list[Factor]:
         return []
     if not isinstance(dims, str):
         return factors_of_dims(dims)
-    return read(dims, *(tuple(map(_shape, x)) for x in (e.invars, e.outvars)))
+    return parse(dims, *(tuple(map(_shape, x)) for x in (e.invars, e.outvars)))
 
 
 # -- Dimensions that depend on parameters ----------------------------------------------

@@ -1,28 +1,36 @@
 """`rowwise`: a promise of the user's that rows of a function do not need each other.
 
-Where a program will be partitioned, a call is one equation, of a primitive of ours: the
-partition calls the function with the rows of a micro-batch. Elsewhere a call is the
-function itself.
+    rowwise(f)(x)[i]  =  f(x[i : i + 1])[0]
 
-    y = fun(x, w)           rows of y from the same rows of x, and from all of w
-    dy = ∂fun(x, w)·dx      an equation too, which splits along the rows of y
-    dx, dw = ∂fun(x, w)ᵀ·dy     the transpose is another; dw is a sum over rows
-
-So the derivatives follow the function's own rules. `jax.vmap` adds a factor, because
-along its axis no example needs another.
+The promise is one equation, with derivatives; then functions that close over values.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from ga_optax._checks import check_callable, named_leaves
-from ga_optax._passes import closures, interpret, primitives, read, transformable
-from ga_optax._passes.notation import Axes, Factor, Split
+from .._checks import check_callable, named_leaves
+from . import equation, jaxprs, primitives
+from .primitives import Axes, Factor, Split
+
+# == The promise =======================================================================
+# `rowwise`: a promise of the user's that rows of a function do not need each other.
+#
+# Where a program will be partitioned, a call is one equation, of a primitive of ours:
+# the partition calls the function with the rows of a micro-batch. Elsewhere a call is
+# the function itself.
+#
+#     y = fun(x, w)           rows of y from the same rows of x, and from all of w
+#     dy = ∂fun(x, w)·dx      an equation too, which splits along the rows of y
+#     dx, dw = ∂fun(x, w)ᵀ·dy     the transpose is another; dw is a sum over rows
+#
+# So the derivatives follow the function's own rules. `jax.vmap` adds a factor, because
+# along its axis no example needs another.
 
 NAME = primitives.ROWWISE
 # A program that will be partitioned is traced under this axis, by which a call knows.
@@ -86,7 +94,7 @@ def rowwise(
         fixed = [x if d is None else None for x, d in zip(leaves, axes, strict=True)]
 
         def flat(*xs: Any) -> Any:
-            every = interpret.put(fixed, given, xs)
+            every = jaxprs.put(fixed, given, xs)
             return fun(*jax.tree.unflatten(structure, every), **kwargs)
 
         xs = [leaves[i] for i in given]
@@ -182,7 +190,7 @@ class _Function:
             return dict(zip(map(id, self.captured), xs[number:], strict=True))
 
         def traced(*xs: Any) -> Any:
-            return closures.replaced(self._fun, captured(xs))(*xs[:number])
+            return closure_replaced(self._fun, captured(xs))(*xs[:number])
 
         if (types := tuple(map(jax.typeof, operands))) not in self._programs:
             with (
@@ -215,9 +223,9 @@ def _primitive() -> core.Primitive:
     def plain(promise: Split, program: Any) -> tuple[Any, int]:
         return promise.fun, len(program.in_avals)
 
-    how = transformable.How(plain, _batched, _derived)
-    new = transformable.primitive(NAME, how)
-    transformable.transposed(new, _transposed)
+    how = equation.How(plain, _batched, _derived)
+    new = equation.primitive(NAME, how)
+    equation.transposed(new, _transposed)
     return new
 
 
@@ -231,7 +239,7 @@ def _batched(axis: Any, xs: Any, dims: Any, *, promise: Split, program: Any) -> 
     ]
     if not program.effects:  # such as a sum over the axis
         factors.append(Factor(ins, outs))
-    xs = transformable.in_front(xs, dims)
+    xs = equation.in_front(xs, dims)
     return bound(promise._replace(fun=fun, factors=tuple(factors)), *xs)
 
 
@@ -243,10 +251,10 @@ def _behind(axes: Axes, new: Axes) -> Axes:
 
 def _derived(xs: Any, moved: Any, dots: Any, *, promise: Split, program: Any) -> Any:
     if program.effects or not _is_read():  # so that nothing happens twice
-        return transformable.differentiated(promise.fun, xs, moved, dots)
+        return equation.differentiated(promise.fun, xs, moved, dots)
     out = _primitive().bind(*xs, promise=promise, program=program)
-    smooth, n = [i for i, x in enumerate(out) if read.is_inexact(x)], len(xs)
-    fun = transformable.pushed(promise.fun, moved, smooth)
+    smooth, n = [i for i, x in enumerate(out) if jaxprs.is_inexact(x)], len(xs)
+    fun = equation.pushed(promise.fun, moved, smooth)
     dot = promise.of_some(fun, [*range(n), *moved], [n + i for i in smooth])
     return out, dict(zip(smooth, bound(dot, *xs, *dots), strict=True))
 
@@ -256,7 +264,7 @@ def _transposed(xs: Any, linear: Any, cts: Any, *, promise: Split, program: Any)
 
     def back(*operands: Any) -> list[Any]:
         def wanted(*some: Any) -> list[Any]:
-            out = promise.fun(*interpret.put(operands[:n], linear, some))
+            out = promise.fun(*jaxprs.put(operands[:n], linear, some))
             return [out[i] for i in cts]
 
         types = [jax.typeof(operands[i]) for i in linear]
@@ -265,4 +273,57 @@ def _transposed(xs: Any, linear: Any, cts: Any, *, promise: Split, program: Any)
     # Zeros in place of the linear operands, with their shapes in this call.
     zeros = [jnp.zeros_like(program.in_avals[i]) for i in linear]
     new = promise.of_some(back, [*range(n), *(n + i for i in cts)], linear)
-    return bound(new, *interpret.put(xs, linear, zeros), *cts.values())
+    return bound(new, *jaxprs.put(xs, linear, zeros), *cts.values())
+
+
+# == Closures ==========================================================================
+# A function with other values in place of those that it closes over.
+#
+# A traced value ends with its trace. A function that closes over traced values can be
+# called later only with other values in their place.
+
+
+def closure_replaced(x: Any, known: Mapping[int, Any]) -> Any:
+    """A function, or a tree, with other values in place of those with `known` ids.
+
+    Values are replaced in closures, default values, partial functions and trees, and in
+    the functions inside. An object without any of the values stays the same object.
+    """
+    replacements = dict(known)
+
+    def replace(x: Any) -> Any:
+        if id(x) not in replacements:
+            replacements[id(x)] = x  # meanwhile: a function may close over itself
+            parts, join = _parts(x)
+            new = list(map(replace, parts))
+            if any(a is not b for a, b in zip(parts, new, strict=True)):
+                replacements[id(x)] = join(*new)
+        return replacements[id(x)]
+
+    return replace(x)
+
+
+def _parts(x: Any) -> tuple[list[Any], Callable[..., Any]]:
+    """The parts of a function or a tree, and a function that joins new parts."""
+    if isinstance(x, types.MethodType):
+        return [x.__func__, x.__self__], types.MethodType
+    if isinstance(x, functools.partial):
+        parts = [x.func, x.args, x.keywords]
+        return parts, lambda fun, args, named: functools.partial(fun, *args, **named)
+    if isinstance(x, types.FunctionType):
+        cells = [y for y in x.__closure__ or () if y != types.CellType()]
+        parts = [x.__defaults__, *(cell.cell_contents for cell in cells)]
+        return parts, lambda *others: _like(x, cells, *others)
+    leaves, structure = jax.tree.flatten(x)
+    is_leaf = len(leaves) == 1 and leaves[0] is x
+    return ([] if is_leaf else leaves), lambda *others: structure.unflatten(others)
+
+
+def _like(fun: Any, cells: list[Any], defaults: Any, *contents: Any) -> Any:
+    """A function with other values in some cells of its closure."""
+    known = dict(zip(map(id, cells), map(types.CellType, contents), strict=True))
+    closure = tuple(known.get(id(cell), cell) for cell in fun.__closure__ or ())
+    place = fun.__code__, fun.__globals__, fun.__name__
+    new = types.FunctionType(*place, defaults, closure)
+    new.__kwdefaults__ = fun.__kwdefaults__
+    return functools.update_wrapper(new, fun)

@@ -20,11 +20,10 @@ from jax.extend import core
 from jax.extend.mlir import ir as mlir_ir
 from jax.interpreters import mlir
 
-from ga_optax._devices import meshes
-from ga_optax._devices.meshes import Axes
-from ga_optax._passes import interpret, log, primitives, read, rewrite, transformable
-from ga_optax._passes.facts import Facts
-from ga_optax._passes.read import Program
+from .._devices import meshes
+from .._devices.meshes import Axes
+from . import about, equation, jaxprs, primitives
+from .about import Facts
 
 
 class Shard(NamedTuple):
@@ -58,25 +57,27 @@ jax.tree_util.register_pytree_node(
 # -- The pass --------------------------------------------------------------------------
 
 
-def gathered_at_use(program: Program, facts: Facts) -> Program:
+def gathered_at_use(program: jaxprs.Program, facts: Facts) -> jaxprs.Program:
     """The program, some constants of which are gathered where they are used."""
     jaxpr, consts = program.jaxpr, list(program.consts)
     shards = [facts.shards.get(id(x)) for x in consts]
-    if not any(shards) or any(map(read.is_reference, jaxpr.constvars)):
+    if not any(shards) or any(map(jaxprs.is_reference, jaxpr.constvars)):
         return program
     pairs = zip(shards, jaxpr.constvars, strict=True)
     types = [jax.typeof(x.part) if x else v.aval for x, v in pairs]
     number = len(types)
 
-    def run(*xs: Any) -> list[Any]:
+    def of_parts(*xs: Any) -> list[Any]:
         values = [s.of(x) if s else x for s, x in zip(shards, xs, strict=False)]
-        program = read.Program(jaxpr, values)
+        program = jaxprs.Program(jaxpr, values)
         return _whole(_Reader().run(program, xs[number:]))
 
-    trace = jax.make_jaxpr(run, axis_env=facts.window)
+    trace = jax.make_jaxpr(of_parts, axis_env=facts.window)
     new: Any = trace(*types, *(x.aval for x in jaxpr.invars))
     parts = [x.part if x else y for x, y in zip(shards, consts, strict=True)]
-    return Program(rewrite.with_constants(new.jaxpr, number), [*new.consts, *parts])
+    return jaxprs.Program(
+        jaxprs.with_constants(new.jaxpr, number), [*new.consts, *parts]
+    )
 
 
 class _Reader(NamedTuple):
@@ -91,10 +92,10 @@ class _Reader(NamedTuple):
     in_loop: bool = False
     in_checkpoint: bool = False
 
-    def run(self, program: Program, args: Sequence[Any]) -> list[Any]:
+    def run(self, program: jaxprs.Program, args: Sequence[Any]) -> list[Any]:
         """The results of a program."""
         apply = functools.partial(self.applied, program.jaxpr)
-        return interpret.evaluate(program, args, apply)
+        return jaxprs.evaluate(program, args, apply)
 
     def applied(
         self, jaxpr: core.Jaxpr, e: core.JaxprEqn, values: list[Any]
@@ -104,26 +105,26 @@ class _Reader(NamedTuple):
             return None
         if moved := _moved(e, values):
             return moved
-        kind, bodies = read.kind(e), read.inner(e)
+        kind, bodies = jaxprs.kind(e), jaxprs.inner(e)
         if kind == "call":
             return self.run(bodies[0], values)
         if kind == "checkpoint":
             inside = self._replace(in_checkpoint=True)
             body = lambda *xs: _whole(inside.run(bodies[0], xs))  # noqa: E731
-            return interpret.checkpointed(e, body)(*values)
+            return jaxprs.checkpointed(e, body)(*values)
         if kind == "scan":
-            how, inside = read.scan_of(e), self._replace(in_loop=True)
+            how, inside = jaxprs.scan_of(e), self._replace(in_loop=True)
             consts, carry, slices = how.split(values)
             xs = [*consts, *_whole(carry), *map(_sliced, slices)]
-            return interpret.scan(how, lambda xs: _whole(inside.run(how.body, xs)), xs)
+            return jaxprs.scan(how, lambda xs: _whole(inside.run(how.body, xs)), xs)
 
         def use(*values: Any) -> list[Any]:
-            return interpret.bind(jaxpr, [e], e.invars, e.outvars, _whole(values))
+            return jaxprs.bind(jaxpr, [e], e.invars, e.outvars, _whole(values))
 
         if bodies:
             name = e.primitive.name
-            log.left_alone(e, f"{name} gets an array that is gathered before")
-        if e.effects or any(map(read.is_reference, e.invars)):
+            about.left_alone(e, f"{name} gets an array that is gathered before")
+        if e.effects or any(map(jaxprs.is_reference, e.invars)):
             return use(*values)
         values = values if self.in_loop else _after_other_operands(values)
         return (use if self.in_checkpoint else jax.checkpoint(use))(*values)
@@ -153,7 +154,7 @@ def _after_other_operands(values: Sequence[Any]) -> list[Any]:
             jax.lax.stop_gradient(y)
             for y in values
             if isinstance(y, jax.core.Tracer)
-            and read.is_inexact(y)
+            and jaxprs.is_inexact(y)
             and meshes.varying(y) == meshes.varying(x.part)  # for jax 0.10
         ]
         return x.of(jax.lax.optimization_barrier((x.part, *alike))[0])
@@ -175,7 +176,7 @@ def _moved(e: core.JaxprEqn, values: list[Any]) -> list[Any] | None:
         key = "limit_indices" if name == "slice" else "slice_sizes"
         if p[key][d] != before.shape[d] or after.shape[d] != before.shape[d]:
             return None
-        new = {key: tuple(interpret.put(p[key], [d], [x.part.shape[d]]))}
+        new = {key: tuple(jaxprs.put(p[key], [d], [x.part.shape[d]]))}
     elif name == "transpose":
         d = p["permutation"].index(d)
     elif name in ("squeeze", "unstack"):
@@ -197,24 +198,24 @@ _PLACES = (primitives.CONSTRAINT, "reshard")
 def _gather() -> core.Primitive:
     """The primitive of `Shard.whole`, which has no effects."""
 
-    def run(x: Any, *, dim: int, axes: Axes) -> list[jax.Array]:
+    def gather(x: Any, *, dim: int, axes: Axes) -> list[jax.Array]:
         return [jax.lax.all_gather(x, axes, axis=dim, tiled=True)]
 
     def types(x: Any, **how: Any) -> Any:
-        jaxpr = interpret.program_of(functools.partial(run, **how), x).jaxpr
+        jaxpr = jaxprs.program_of(functools.partial(gather, **how), x).jaxpr
         return [out.aval for out in jaxpr.outvars], core.no_effects
 
     def plain(**how: Any) -> Any:
-        return functools.partial(run, **how), 1
+        return functools.partial(gather, **how), 1
 
     def batched(_: Any, xs: Any, dims: Any, **how: Any) -> Any:
-        return jax.vmap(functools.partial(run, **how), dims)(*xs)
+        return jax.vmap(functools.partial(gather, **how), dims)(*xs)
 
     def derived(xs: Any, _: Any, dots: Any, **how: Any) -> Any:
-        return _gather().bind(*xs, **how), {0: run(*dots, **how)[0]}
+        return _gather().bind(*xs, **how), {0: gather(*dots, **how)[0]}
 
-    how = transformable.How(plain, batched, derived, run, types)
-    return transformable.primitive(primitives.GATHER_PARTS, how)
+    how = equation.How(plain, batched, derived, gather, types)
+    return equation.primitive(primitives.GATHER_PARTS, how)
 
 
 # -- Chosen when a program is lowered --------------------------------------------------
@@ -236,9 +237,9 @@ def either(
     flat = jax.tree.leaves(args)
     closed, shapes = jax.make_jaxpr(plain, return_shape=True)(args)
     both = closed, jax.make_jaxpr(other)(args)
-    if any(x.effects or any(map(read.is_reference, x.jaxpr.constvars)) for x in both):
+    if any(x.effects or any(map(jaxprs.is_reference, x.jaxpr.constvars)) for x in both):
         return plain(args)
-    first, second = (rewrite.without_constants(x.jaxpr) for x in both)
+    first, second = (jaxprs.without_constants(x.jaxpr) for x in both)
     consts = [list(x.consts) for x in both]
     n, m = map(len, consts)
     ids = {id(x) for x in watched}
@@ -257,7 +258,9 @@ def either(
 
 @functools.cache
 def _either() -> core.Primitive:
-    def run(*xs: Any, plain: Any, numbers: tuple[int, int], **_: Any) -> list[Any]:
+    def plain_one(
+        *xs: Any, plain: Any, numbers: tuple[int, int], **_: Any
+    ) -> list[Any]:
         n, m = numbers
         return core.jaxpr_as_fun(plain)(*xs[:n], *xs[n + m :])
 
@@ -269,24 +272,24 @@ def _either() -> core.Primitive:
 
     def as_plain(plain: Any, numbers: tuple[int, int], **_: Any) -> Any:
         number = len(plain.in_avals) + numbers[1]
-        return functools.partial(run, plain=plain, numbers=numbers), number
+        return functools.partial(plain_one, plain=plain, numbers=numbers), number
 
     def batched(_: Any, xs: Any, dims: Any, **how: Any) -> Any:
-        return jax.vmap(functools.partial(run, **how), dims)(*xs)
+        return jax.vmap(functools.partial(plain_one, **how), dims)(*xs)
 
     def derived(xs: Any, moved: Any, dots: Any, **how: Any) -> Any:
-        fun = functools.partial(run, **how)
-        return transformable.differentiated(fun, xs, moved, dots)
+        fun = functools.partial(plain_one, **how)
+        return equation.differentiated(fun, xs, moved, dots)
 
     def lowered(context: Any, *xs: Any, watched: Any, axes: Axes, **how: Any) -> Any:
-        sizes = {i: read.numbers(context.avals_in[i].shape) for i in watched}
+        sizes = {i: jaxprs.numbers(context.avals_in[i].shape) for i in watched}
         split = sum(n for i, n in sizes.items() if _is_split(xs[i], axes))
-        chosen = run_other if 2 * split > sum(sizes.values()) else run
+        chosen = run_other if 2 * split > sum(sizes.values()) else plain_one
         fun = functools.partial(chosen, **how)
         return mlir.lower_fun(fun, multiple_results=True)(context, *xs)
 
-    how = transformable.How(as_plain, batched, derived, run, types)
-    new = transformable.primitive("ga_optax_either", how)
+    how = equation.How(as_plain, batched, derived, plain_one, types)
+    new = equation.primitive("ga_optax_either", how)
     mlir.register_lowering(new, lowered, cacheable=False)  # else it sees no argument
     return new
 

@@ -1,24 +1,310 @@
-"""The cause of a difference of the two gradients: questions in order, up to an answer.
+"""`verify`: compares two gradients, asks for the cause of a difference, and reports.
 
-The program of the loss has the answers (`proof`), and numbers confirm them. An answer
-is a cause, a detail and a fix. To add a cause, add a member to `Cause`, advice to
-`_FIXES`, and the question to `answer`, before more general questions.
+    G  =  Σ wᵢ·gᵢ / Σ wᵢ   to rounding, or a `Cause` why not
+
+`Report` is what `verify` returns; `answer` asks the questions in order.
 """
 
+import dataclasses
+import enum
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.typing import ArrayLike
 
-from ga_optax._checks import is_real, named_leaves
-from ga_optax._passes import read
-from ga_optax._text import unfold
-from ga_optax._verify.gradients import Comparison, Problem, Trained, comparing, norm
-from ga_optax._verify.proof import Proof, prove
-from ga_optax._verify.report import Cause, LeafReport, Report
+from .. import _checks, accumulator
+from .._calls.call import check_parameters, explains_keywords
+from .._calls.separate import accumulate
+from .._checks import is_real, named_leaves
+from .._passes import jaxprs
+from .._text import ruled, unfold, wrap
+from . import measured
+from .measured import Comparison, Proof, Trained, comparing, norm, prove
+
+# == The report ========================================================================
+
+
+class Cause(enum.Enum):
+    """The cause of a difference between the accumulated and the undivided gradient.
+
+    The value is the diagnosis. `EQUAL` and `ROUNDING` are no difference to mend.
+    """
+
+    EQUAL = "The two gradients are equal, number for number."
+    ROUNDING = "The two gradients differ only by rounding, as sums in another order do."
+    SCALE = "The loss is not a mean over its batch: it depends on the batch size."
+    WEIGHTS = "The micro-batches' gradients are right, but their weights are wrong."
+    AXIS = "The batch is split along the wrong axis: its examples lie along another."
+    CROSS_EXAMPLE = "The rows of a batch depend on each other in this loss."
+    PROMISE = "A promise of ga_optax.rowwise does not hold: its rows need each other."
+    RANDOMNESS = "The loss depends on random numbers, or on the order of its examples."
+    NOT_FINITE = "A loss or a gradient is not finite: it contains an inf or a NaN."
+    UNDETERMINED = "Neither the program of the loss nor its numbers tell what is wrong."
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafReport:
+    """The comparison of a leaf of the gradient.
+
+    Attributes:
+      shape: the shape.
+      dtype: the dtype.
+      max_ulp: how many numbers of the dtype lie between the two gradients at most, as
+        training computes them; many near zero, or if the cause is no rounding.
+      relative: ‖G - M‖ of the leaf over ‖G‖ of all leaves, in float64.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    max_ulp: int
+    relative: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """The result of `verify`; `print` shows it as a page.
+
+    With G, the gradient of the undivided batch, and M, the accumulated one:
+
+    Attributes:
+      cause: the cause of the difference.
+      detail: what the loss shows of the cause, with the lines of your code; or "".
+      extent: the size of the difference, both losses, and the precision in which they
+        are compared: float64, unless the loss calls code for other dtypes.
+      fix: the line of code that fixes the difference, or other advice.
+      warnings: mistakes that may be in both gradients; () for most losses.
+      weights: the weights that reproduce the undivided batch, Σ wᵢ·gᵢ = G, if the cause
+        is `WEIGHTS` or `SCALE`; their ratios are the counts. Otherwise None.
+      relative: ‖G - M‖ / ‖G‖ over all leaves; 0 if both are zero.
+      leaves: by name of a leaf, a `LeafReport`.
+    """
+
+    cause: Cause
+    detail: str
+    extent: str
+    fix: str
+    warnings: tuple[str, ...]
+    weights: tuple[float, ...] | None
+    relative: float
+    leaves: dict[str, LeafReport]
+
+    @property
+    def max_ulp(self) -> int:
+        """The largest `max_ulp` of the leaves."""
+        return max(x.max_ulp for x in self.leaves.values())
+
+    @property
+    def ok(self) -> bool:
+        """True if accumulation gives the gradient of the undivided batch."""
+        return self.cause in (Cause.EQUAL, Cause.ROUNDING)
+
+    @property
+    def message(self) -> str:
+        """The diagnosis, the size of the difference, and the fix: one paragraph."""
+        texts = self.cause.value, self.detail, self.extent, self.fix
+        return " ".join(filter(None, texts))
+
+    def table(self) -> str:
+        """A table with a line for each leaf."""
+        rows = [["leaf", "shape", "dtype", "ULPs", "relative"]]
+        for name, x in self.leaves.items():
+            figures = str(x.max_ulp), f"{x.relative:.1e}"
+            rows.append([name.removeprefix("leaf "), str(x.shape), x.dtype, *figures])
+        return "\n".join(ruled(rows, left=(0, 1, 2)))
+
+    def __str__(self) -> str:
+        verdict = "the same gradient" if self.ok else "NOT the same gradient"
+        lines = [f"Micro-batches, each by itself: {verdict} ({self.cause.name})"]
+        for title, texts in {
+            "What was found": (self.cause.value, self.detail),
+            "How large it is": (self.extent,),
+            "What to do": (self.fix,),
+            "Warning": self.warnings,
+        }.items():
+            lines += ["", title] if texts else []
+            lines += [line for x in filter(None, texts) for line in wrap(f"  {x}")]
+        return "\n".join(lines)
+
+
+# == `verify` ==========================================================================
+
+
+@explains_keywords
+def verify(
+    fun: Callable[..., Any],
+    params: optax.Params,
+    batch: Any,
+    num_microbatches: int,
+    *,
+    weight_fn: Callable[..., ArrayLike] | None = None,
+    has_aux: bool = False,
+    rng: Any = None,
+    batch_axes: Any = 0,
+) -> Report:
+    """Compares the accumulated gradient with the undivided one; names the cause.
+
+    >>> import jax.numpy as jnp
+    >>> import ga_optax as ga
+    >>> def loss(params, batch):  # a mean over the elements that the mask keeps
+    ...     error = (batch["x"] @ params["w"] - batch["y"]) ** 2
+    ...     return (error * batch["mask"]).sum() / batch["mask"].sum()
+    >>> params = {"w": jnp.array([1.0, 2.0])}
+    >>> batch = {
+    ...     "x": jnp.array([[1.0, 0], [0, 1], [1, 1], [2, 0], [3, 1], [0, 2]]),
+    ...     "y": jnp.array([0.0, 1, 0, 2, 1, 0]),
+    ...     "mask": jnp.array([1.0, 1, 1, 0, 0, 1]),
+    ... }
+    >>> report = ga.verify(loss, params, batch, num_microbatches=3)
+    >>> print(report.cause.name, [round(w, 6) for w in report.weights])
+    WEIGHTS [0.5, 0.25, 0.25]
+    >>> print(report.fix.partition(": Pass ")[2].partition(" to ")[0])
+    weight_fn=lambda batch: batch['mask'].sum()
+    >>> by_count = lambda batch: batch["mask"].sum()
+    >>> ga.verify(loss, params, batch, num_microbatches=3, weight_fn=by_count).ok
+    True
+
+    Run `verify` once when you switch accumulation on: outside `jit`, with the loss that
+    you train with, real parameters and one real batch. `print(report)` prints a page:
+    the cause, the size of the difference, and the line of code that fixes it.
+
+    `verify` is for micro-batches, each by itself: `ga_optax.accumulate`, `MultiSteps`,
+    or a loop of your own. `ga_optax.value_and_grad` with the whole batch gives the
+    undivided gradient of any loss.
+
+    **Proof.** The program of `fun`, traced once at all rows, is partitioned over
+    micro-batches, and shows how the loss depends on rows. If no row meets another, the
+    loss is a sum of rows, and only the scale can be wrong (`SCALE`). If rows meet in
+    numbers without parameters, such as a count of tokens, the part of each micro-batch
+    is its weight (`WEIGHTS`), and the page names the line. If rows meet otherwise, no
+    weights can help, and the page names all lines (`CROSS_EXAMPLE`). If the program
+    draws random numbers for the whole batch, or weighs rows by position, the cause is
+    `RANDOMNESS`. A promise of `ga_optax.rowwise` is believed, unless the loss in parts
+    is another number (`PROMISE`). Both gradients are compared in numbers, which confirm
+    weights and scales, find inf, NaN and rounding, and decide for code that JAX cannot
+    see into. Otherwise the cause is `UNDETERMINED`.
+
+    **Warnings.** The report warns of a loss that does not use its batch, and of counts
+    that are equal in this batch, but may differ in the next. A factor that is in both
+    gradients does not show: a loss that is divided by k, as PyTorch users write it.
+
+    A constant term, such as an L2 penalty on the parameters, is right beside a mean
+    loss, weighted or not, because a weighted mean keeps constants. Beside a *sum* the
+    term is wrong: the sum needs the factor k, and the constant must not have the
+    factor. The cause is then `SCALE`, and the fix is to return a mean.
+
+    **Exactness.** Gradients, losses and weights are compared in float64, where relative
+    differences below 2⁻²⁶ count as rounding. The program of `fun` is traced in its own
+    dtypes and evaluated with all floats in float64, so a cast to bfloat16 neither
+    rounds nor hides anything, and random draws are those of training. Code that
+    computes in a low precision alone (Pallas, callbacks) runs as it is, and the page
+    says so. A difference below four units of that precision is then `ROUNDING`, and a
+    difference below half of the digits `UNDETERMINED`. What `ga_optax.accumulate`
+    computes in the dtypes of training has to be finite; `max_ulp` counts the numbers
+    between that and the undivided gradient in these dtypes.
+
+    **Memory.** In float64: three gradient trees, two copies of the parameters and one
+    of the batch, for any `num_microbatches`. The undivided batch has to fit, too.
+
+    **Time.** In float64, a gradient of the undivided batch and k of micro-batches, and
+    once more for each number that may be the weights, if there is a cause to find. In
+    the dtypes of training, both gradients once.
+
+    Args:
+      fun: the loss, `fun(params, batch)`, or `fun(params, batch, key)` if `rng` is
+        given. The loss is a real floating scalar; with `has_aux`, `fun` returns a pair
+        of the loss and an aux, which is not compared. Close over all else.
+      params: the parameters, a tree of floating or complex leaves.
+      batch: the undivided batch, a tree of arrays whose axis 0 are the rows, all of one
+        length (or as `batch_axes` says). Micro-batch i is the rows from `i·B/k` up to
+        `(i + 1)·B/k`, on a mesh, too. Leaves may be PRNG keys, one for each row.
+      num_microbatches: k; it must divide the number of rows.
+      weight_fn: a function of one micro-batch (a tree like `batch`) that returns its
+        weight, and takes the aux, too, if `has_aux`; pass the one that you train with.
+      has_aux: True if `fun` returns a pair.
+      rng: a PRNG key, or a tree of them. As in `ga_optax.accumulate`, micro-batch i
+        gets `jax.random.fold_in(rng, i)`; the undivided batch is micro-batch 0 of 1.
+      batch_axes: where to split, as for `ga_optax.accumulate`.
+
+    Returns:
+      A `Report`. Read its `warnings`, too.
+
+    Raises:
+      TypeError, ValueError: if an argument does not fit, before `fun` is traced; if
+        what `fun` returns does not fit, before anything runs.
+    """
+
+    def pair(*args: Any) -> Any:
+        """The loss and the weight; `accumulate` raises if there is no pair."""
+        out = aux = fun(*args)
+        if has_aux and not (isinstance(out, (tuple, list)) and len(out) == 2):
+            return out
+        out, *aux = out if has_aux else (out,)
+        return out, _checks.check_weight(weight_fn(args[1], *aux) if weight_fn else 1.0)
+
+    _check(fun, params, batch, rng, weight_fn)
+    key = () if rng is None else (rng,)
+    k = _checks.check_num_microbatches(num_microbatches)
+    params, batch = jax.tree.map(_placed, (params, batch))
+    options: Any = {"rng_argnums": (2,) * len(key), "batch_axes": batch_axes}
+    options["weight_fn"] = lambda batch, weight: weight
+    run = jax.jit(accumulate(pair, k, has_aux=True, **options))
+    # `accumulate` checks the rest, and what `fun` returns, before anything runs.
+    value, acc = run(accumulator.init(params), params, batch, *key)
+    axes, x64 = _axes(batch, batch_axes), jnp.result_type(float) == jnp.float64
+    problem = measured.Problem(params, batch, key, pair, k, axes, x64)
+    whole = jax.jit(jax.grad(pair, has_aux=True))(*problem.args(None))[0]
+    trained = measured.compared(value, whole, accumulator.mean(acc))
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        return report_of(problem, trained)
+
+
+def _check(fun: Any, params: Any, batch: Any, rng: Any, weight_fn: Any) -> None:
+    """Checks the arguments as far as `accumulate` does not."""
+    _checks.check_callable("fun", fun, "of params and batch", "Pass the loss itself.")
+    if weight_fn is not None:
+        todo = "Pass None to count every micro-batch as 1."
+        _checks.check_callable("weight_fn", weight_fn, "of the micro-batch", todo)
+    _checks.check_not_empty("params", params, "Pass the parameters, then the batch.")
+    _checks.check_not_empty("batch", batch, "Pass the examples along axis 0 of arrays.")
+    check_parameters(0, params)
+    _checks.check_gradients(params, params, name="params", expected="params")
+    for name, tree in (("params", params), ("batch", batch)):
+        _checks.check_no_types(name, tree)
+    if rng is not None:
+        _checks.check_not_empty("rng", rng, "Pass jax.random.key(0), or leave it out.")
+
+
+def _axes(batch: Any, batch_axes: Any) -> tuple[int | None, ...]:
+    """The axis along which each leaf is split; None for a leaf that stays whole."""
+    tree = jax.tree.broadcast(batch_axes, batch, is_leaf=lambda x: x is None)
+    leaves, structure = jax.tree.flatten(batch)
+    pairs = zip(leaves, structure.flatten_up_to(tree), strict=True)
+    return tuple(axis if axis is None else axis % x.ndim for x, axis in pairs)
+
+
+def _placed(x: ArrayLike) -> jax.Array:
+    """An array with the same sharding, of which a slice needs no `out_sharding`."""
+    x = jnp.asarray(x)
+    sharding = getattr(x, "sharding", None)  # float0 has none
+    if isinstance(sharding, NamedSharding):
+        mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
+        x = jax.device_put(x, sharding.update(mesh=mesh))
+    return x
+
+
+# == Questions and answers =============================================================
+# The cause of a difference of the two gradients: questions in order, up to an answer.
+#
+# The program of the loss has the answers (see `prove`), and numbers confirm them. An
+# answer is a cause, a detail and a fix. To add a cause, add a member to `Cause`, advice
+# to `_FIXES`, and the question to `answer`, before more general questions.
 
 # Half of float64's 52 binary digits. No algorithm that loses half of its digits would
 # train, and 2⁻²⁶ = 1.5e-8 is below the 6e-8 to which float32 rounds.
@@ -47,7 +333,7 @@ class Evidence:
       agrees: True if the two gradients differ by rounding.
     """
 
-    def __init__(self, problem: Problem, trained: Trained) -> None:
+    def __init__(self, problem: measured.Problem, trained: Trained) -> None:
         self.problem, self.trained = problem, trained
         self.weights = problem.weights()
         self.proof: Any = prove(problem)
@@ -122,7 +408,7 @@ def answer(evidence: Evidence) -> Answer:
     return (Cause.SCALE, detail, "") if proof.has_rows else (Cause.UNDETERMINED, "", "")
 
 
-def _not_finite(problem: Problem, sizes: np.ndarray) -> Answer:
+def _not_finite(problem: measured.Problem, sizes: np.ndarray) -> Answer:
     """The first inf or NaN, of micro-batches first; `sizes` has a line for each."""
     i, j = np.argwhere(~np.isfinite(sizes))[0]
     pairs = zip(jax.tree.leaves(problem.batch), problem.axes, strict=True)
@@ -133,7 +419,7 @@ def _not_finite(problem: Problem, sizes: np.ndarray) -> Answer:
     return Cause.NOT_FINITE, f"The first is in {where}, {names[j]}: {sizes[i][j]}.", ""
 
 
-def _another_loss(problem: Problem, proof: Proof) -> Answer:
+def _another_loss(problem: measured.Problem, proof: Proof) -> Answer:
     """A broken promise, with lines; or a loss that differs each time it is traced."""
     if not proof.promised:
         detail = """Traced a second time, the loss was another number. It draws random
@@ -171,7 +457,7 @@ def _fits(evidence: Evidence, weights: np.ndarray, c: float) -> Answer:
     return cause, " ".join(details), fix
 
 
-def _code_that_counts(problem: Problem, share: np.ndarray) -> str | None:
+def _code_that_counts(problem: measured.Problem, share: np.ndarray) -> str | None:
     """An expression in `batch`, a micro-batch, with these shares, if there is one."""
     paths = (path for path, _ in jax.tree.leaves_with_path(problem.batch))
     for path, leaf, axis in zip(paths, problem.parts(), problem.axes, strict=True):
@@ -182,7 +468,7 @@ def _code_that_counts(problem: Problem, share: np.ndarray) -> str | None:
         if x.ndim > 2 and axis == 0:  # the mask of a shifted sequence, too
             views[f"{name}[:, 1:]"] = x[:, :, 1:]
         # A sum in half a float would round the count.
-        half = "dtype='float32'" * (read.is_inexact(leaf) and leaf.dtype.itemsize < 4)
+        half = "dtype='float32'" * (jaxprs.is_inexact(leaf) and leaf.dtype.itemsize < 4)
         for view, y in views.items():
             for code, z in {
                 f"{view}.sum({half})": y,
@@ -197,7 +483,7 @@ def _code_that_counts(problem: Problem, share: np.ndarray) -> str | None:
     return None
 
 
-def _other_axes(problem: Problem) -> Any:
+def _other_axes(problem: measured.Problem) -> Any:
     """The axes of the batch, 1 for 0, if along them rows meet in counts at most."""
     leaves, structure = jax.tree.flatten(problem.batch)
     pairs = list(zip(leaves, problem.axes, strict=True))
@@ -245,7 +531,7 @@ _FIXES[Cause.ROUNDING] = _FIXES[Cause.EQUAL]
 _ALONE = (Cause.EQUAL, Cause.ROUNDING, Cause.PROMISE, Cause.NOT_FINITE)
 
 
-def report(problem: Problem, trained: Trained) -> Report:
+def report_of(problem: measured.Problem, trained: Trained) -> Report:
     """The answer, and the size of the difference."""
     evidence = Evidence(problem, trained)
     exact, (cause, detail, blank) = evidence.exact, answer(evidence)

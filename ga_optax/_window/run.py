@@ -1,36 +1,57 @@
-"""Runs a window, a chain of levels: forward, the loss, and back.
+"""A window, run and reported: a chain of levels, the loss, and the way back.
 
-    buffers     = parameters, rows              filled from the start
-    buffers    += level n of buffers            one loop over the micro-batches each
-    cotangents  = the loop of the loss          with the gradients of all that it reads
-    cotangents += level n of its cotangents     one loop each, last level first
+    forward, level by level  ->  the loss  ->  backward, last level first
 
-Buffers and cotangents are dictionaries by the number of the buffer, which levels take
-and return. A layer of batch normalization, `standard(x @ w)`, has two levels: one adds
-up a mean, one a variance, which needs the mean. On the way back the level of the
-variance takes the cotangent of the variance to `w` and to the mean, and the level of
-the mean takes that to `w`.
+Stages are the one list that runs, that reports count, and that `batch_dependencies`
+prints.
 """
 
-from typing import Any
+import functools
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
-from ga_optax._loop import run as loop
-from ga_optax._loop.folds import of_last_device
-from ga_optax._loop.loss import DeviceContext, Operands
-from ga_optax._loop.over_devices import all_reduced
-from ga_optax._loop.run import Outcome
-from ga_optax._window import backward, cost, forward, room
-from ga_optax._window.backward import Wanted
-from ga_optax._window.evaluation import Arrays, Buffers, Evaluation, MeetingLoss
-from ga_optax._window.runs import stages
-from ga_optax._window.schedule import Level, Schedule
-from ga_optax._window.shared import share
+from .._loop.loop import Outcome, all_reduced, run_loop
+from .._loop.micro_step import DeviceContext, LossProgram, Operands, of_last_device
+from .._passes import about, jaxprs
+from .._text import columns, warn
+from . import levels
+from .levels import Arrays, Buffers, Evaluation, MeetingLoss, Wanted
+from .room import has_room, largest_step, planned, share
+from .schedule import (
+    Level,
+    Runs,
+    Schedule,
+    Traits,
+    bytes_of,
+    bytes_of_step,
+    is_collective,
+    most_runs,
+    runs_of_equations,
+    stages,
+    traits_of,
+)
+
+# == The chain of levels ===============================================================
+# Runs a window, a chain of levels: forward, the loss, and back.
+#
+#   buffers     = parameters, rows              filled from the start
+#   buffers    += level n of buffers            one loop over the micro-batches each
+#   cotangents  = the loop of the loss          with the gradients of all that it reads
+#   cotangents += level n of its cotangents     one loop each, last level first
+#
+# Buffers and cotangents are dictionaries by the number of the buffer, which levels take
+# and return. A layer of batch normalization, `standard(x @ w)`, has two levels: one
+# adds up a mean, one a variance, which needs the mean. On the way back the level of the
+# variance takes the cotangent of the variance to `w` and to the mean, and the level of
+# the mean takes that to `w`.
 
 
-def prepared(
+def plan_window(
     loss: MeetingLoss,
     operands: Operands,
     devices: DeviceContext,
@@ -47,12 +68,12 @@ def is_small(values: Evaluation) -> bool:
     jaxpr = values.program.jaxpr
 
     def of_step() -> int:
-        return cost.of_a_step(jaxpr, jaxpr.invars[: len(values.of_params)])
+        return bytes_of_step(jaxpr, jaxpr.invars[: len(values.of_params)])
 
-    return room.has_room(values.schedule, of_step, values.residual_bytes)
+    return has_room(values.schedule, of_step, values.residual_bytes)
 
 
-def run(values: Evaluation) -> Outcome:
+def run_window(values: Evaluation) -> Outcome:
     """The results of a window, the loss first, and the sums of the gradients.
 
     It runs the `stages` that reports show, but what comes after all of them.
@@ -68,17 +89,17 @@ def run(values: Evaluation) -> Outcome:
     state: Any = None
     for stage in order:
         if stage.kind == "fill":
-            buffers = forward.fill(values, stage.level, buffers)
+            buffers = levels.fill(values, stage.level, buffers)
         elif stage.kind == "the loss":
             if not goes_back:
                 return _in_one_loop(values, buffers)
             some = values, buffers, cotangents, wanted
-            cotangents, loop, state = backward.of_loss(*some)
+            cotangents, loop, state = levels.loss_back(*some)
         elif stage.kind == "fill again":
-            buffers = forward.fill_again(values, stage, buffers, cotangents)
+            buffers = levels.fill_again(values, stage, buffers, cotangents)
         elif stage.kind == "back":
-            buffers = forward.before(values, stage.level, buffers)
-            cotangents = backward.of_level(values, stage.level, buffers, cotangents)
+            buffers = levels.before(values, stage.level, buffers)
+            cotangents = levels.level_back(values, stage.level, buffers, cotangents)
     count = operands.acc.count + schedule.num_values["residual"]
     acc = state.acc._replace(total=[cotangents[j] for j in values.params])
     state = state._replace(acc=acc, carry=[])
@@ -97,10 +118,10 @@ def _planned(values: Evaluation) -> Schedule:
     def of_step() -> int:
         params = jaxpr.invars[: len(values.of_params)]
         stacks = [b.operand for b in schedule.buffers if b.kind == "stack"]
-        gathered = schedule.num_values["residual"] * sum(map(cost.nbytes, stacks))
-        return max(cost.of_a_step(jaxpr, params), gathered)
+        gathered = schedule.num_values["residual"] * sum(map(bytes_of, stacks))
+        return max(bytes_of_step(jaxpr, params), gathered)
 
-    return share(room.planned(schedule, of_step, values.residual_bytes))
+    return share(planned(schedule, of_step, values.residual_bytes))
 
 
 def _in_one_loop(values: Evaluation, buffers: Buffers) -> Outcome:
@@ -117,11 +138,11 @@ def _in_one_loop(values: Evaluation, buffers: Buffers) -> Outcome:
 
     first = [x[0] for x in operands.batch]
     closed: Any = jax.make_jaxpr(micro_batch)(operands.params, first)
-    program = backward.program_of(
+    program = levels.program_back(
         values.program, closed.jaxpr, len(operands.params), wanted
     )
     operands = operands._replace(consts=closed.consts)
-    out = loop.run(program, operands, values.devices, begins=True, merges=True)
+    out = run_loop(program, operands, values.devices, begins=True, merges=True)
     return out._replace(results=_with_epilogue(values, buffers, out.results))
 
 
@@ -145,7 +166,7 @@ def _with_epilogue(values: Evaluation, buffers: Buffers, results: Arrays) -> Arr
     """
     schedule, level = values.schedule, values.schedule.epilogue
     number = len(schedule.results)
-    buffers = forward.fill_last(values, buffers, results[number:])
+    buffers = levels.fill_last(values, buffers, results[number:])
 
     def acts(_: None, x: Any) -> tuple[None, None]:
         values.evaluate([], level, buffers, x, acts=True)
@@ -161,3 +182,302 @@ def _with_epilogue(values: Evaluation, buffers: Buffers, results: Arrays) -> Arr
     numbers = range(len(schedule.jaxpr.outvars))
     is_shared = schedule.shared_results.__contains__
     return [next(of_epilogue if is_shared(i) else of_loop) for i in numbers]
+
+
+# == The report ========================================================================
+# The report of a window: what it stores, and how often equations run.
+#
+# The report goes to the log, to `plan`, and to `batch_dependencies`.
+
+
+class Stored(NamedTuple):
+    """A value that a window stores.
+
+    Attributes:
+      number: the number of its buffer.
+      line: the line of the user's code that computes it, or where rows meet.
+      kind: "residual" (of each micro-batch), "shared" (by all of them), or what a
+        collective carries: "sum", "max", "min" or "stack".
+      type: the shape and dtype, of one micro-batch.
+      nbytes: the bytes that a device stores.
+      shape: the shape that is read: of all rows, if they are gathered.
+      forward: how often anything on the way to the value runs forward, at most.
+      backward: how often it runs backward.
+    """
+
+    number: int
+    line: str
+    kind: str
+    type: Any
+    nbytes: int
+    shape: tuple[int, ...]
+    forward: int
+    backward: int
+
+    @property
+    def what(self) -> str:
+        """The value in words."""
+        shape = list(self.type.shape) or "a number"
+        if self.kind == "stack":
+            is_tiled = len(self.shape) == len(self.type.shape)
+            tiled = f"all rows of {list(self.shape)}"
+            return tiled if is_tiled else f"{shape} of each micro-batch"
+        if self.kind == "residual":
+            return f"kept: {shape} of each micro-batch"
+        if self.kind == "shared":
+            return f"kept: {shape} for all rows"
+        size, kind = self.type.size, "sum" if self.kind == "sum" else "extremum"
+        article, plural = "a" if kind == "sum" else "an", "s" * (size != 1)
+        return f"{article} {kind} of {size:,} number{plural}"
+
+
+class WindowReport(NamedTuple):
+    """The values that a window stores, and the runs of its equations.
+
+    Attributes:
+      levels: the number of levels before the loss.
+      forward: how often any costly equation runs forward, at most.
+      backward: how often any costly equation runs backward, at most.
+      stored: the values stored between levels.
+      peak: about how many bytes a device needs at a time, beside arguments and results:
+        stored values and their cotangents, and the step of one micro-batch.
+      room: the `residual_bytes` with which all residuals stay, and how often costly
+        equations run forward and backward then; None if all stay now.
+    """
+
+    levels: int
+    forward: int
+    backward: int
+    stored: tuple[Stored, ...]
+    peak: int = 0
+    room: tuple[int, int, int] | None = None
+
+    def __str__(self) -> str:
+        residuals = [x.line for x in self.stored if x.kind == "residual"]
+        lines = ", ".join(dict.fromkeys(residuals))
+        text = (
+            "Where rows meet, activations are kept between passes: "
+            f"{f'values of {lines}' if residuals else 'none'}. Each part of fun "
+            f"runs forward at most {self.forward} times and backward {self.backward}, "
+            f"in about {self.peak / 2**20:.1f} MiB of a device."
+        )
+        return f"{text} {room_sentence(self.room)}" if self.room else text
+
+
+def room_sentence(room: tuple[int, int, int]) -> str:
+    """The `residual_bytes` with which all residuals stay, and the runs then."""
+    nbytes, forward, backward = room
+    return f"With residual_bytes={nbytes:_}: {forward} and {backward}."
+
+
+def log_report(schedule: Schedule, limit_is_ours: bool) -> None:
+    """Logs the report of a window, before it runs.
+
+    Warns if any equation runs more often than it should, if the limit of residuals is
+    ours and not the user's.
+    """
+    new = report_of(schedule)
+    if limit_is_ours and (new.forward > _FORWARD or new.backward > _BACKWARD):
+        _warn(new)
+    about.log_sentence(str(new), logging.INFO)
+
+
+def report_of(schedule: Schedule) -> WindowReport:
+    """The report of a window."""
+    runs = runs_of_equations(schedule)
+    forward, backward = most_runs(runs.values())[1:]
+    stored = tuple(_stored(schedule, runs))
+    carried = (b for b in schedule.buffers if b.kind != "residual")
+    peak = sum(b.nbytes + b.of_cotangent for b in carried)
+    peak += schedule.peak + largest_step(schedule)
+    room = None
+    if (full := schedule.unlimited) is not None:
+        room = (full.peak, *most_runs(runs_of_equations(full).values())[1:])
+    return WindowReport(schedule.end - 1, forward, backward, stored, peak, room)
+
+
+def _stored(schedule: Schedule, runs: dict[int, Runs]) -> Iterator[Stored]:
+    """The values that a window stores; `runs` as `counted`."""
+    runs_to = _runs_to(schedule, runs)
+    results: dict[int, Any] = {}  # the result of the first collective of each buffer
+    for e in schedule.jaxpr.eqns:
+        for x in e.outvars if is_collective(e, schedule.axis) else ():
+            results.setdefault(schedule.views[x].buffer, x)
+    for i, b in enumerate(schedule.buffers):
+        if b.level == Level(0) or (b.level == Level(schedule.end) and b.is_folded):
+            continue  # an argument; or no level reads it: it is a result, as the loss
+        x = results.get(i, b.operand)
+        line, shape = _line(schedule, x), tuple(x.aval.shape)
+        is_variable = jaxprs.is_variable(b.operand)
+        some = runs_to.get(b.operand, Runs()) if is_variable else Runs()
+        yield Stored(i, line, b.kind, b.operand.aval, b.nbytes, shape, *some[1:])
+
+
+def _runs_to(schedule: Schedule, runs: dict[int, Runs]) -> dict[Any, Runs]:
+    """For each variable, the most runs of any equation on the way to it."""
+    runs_to: dict[Any, Runs] = {}
+    for e in schedule.jaxpr.eqns:
+        some = [runs_to[x] for x in jaxprs.variables(e.invars) if x in runs_to]
+        some += [runs[id(e)]] if id(e) in runs else []
+        if some:
+            runs_to |= dict.fromkeys(e.outvars, most_runs(some))
+    return runs_to
+
+
+_FORWARD, _BACKWARD = 3, 1  # the runs of segments, however many levels there are
+
+
+@functools.cache  # once
+def _warn(report: WindowReport) -> None:
+    room = room_sentence(report.room) if report.room else ""
+    warn(
+        f"No part of fun should run forward more than {_FORWARD} times and backward "
+        f"{_BACKWARD}, but in {report.levels} levels where rows meet some run forward "
+        f"{report.forward} times and backward {report.backward}, since what they need "
+        f"of each other takes more room than a micro-batch's step. {room} "
+        "ga_optax.batch_dependencies shows the lines."
+    )
+
+
+def _line(schedule: Schedule, x: Any) -> str:
+    equation = jaxprs.made_by(schedule.jaxpr, x)
+    return "an argument" if equation is None else about.place_of(equation.source_info)
+
+
+# == The schedule in words =============================================================
+# A schedule in words: each stage, and the part of each value in a micro-batch.
+#
+# The window runs by the same schedule. A loss whose rows do not meet has the schedule
+# of one level. The partition wrote on each equation which part of the value a
+# micro-batch holds.
+
+_MOST = 8  # primitives that are named of one loop or function
+
+
+class DescribedValue(NamedTuple):
+    """A value that a loop computes, or takes cotangents back through.
+
+    Attributes:
+      holds: the part that a micro-batch holds: "rows 0 of float32[16,3]", "all of ...",
+        or "part of ...": the sum of the parts is the value. "own of ..." for a step of
+        the library, in the shape of a micro-batch.
+      name: the primitive, or the loop or function with the primitives inside.
+      line: the line of the user's code.
+    """
+
+    holds: str
+    name: str
+    line: str
+
+
+class DescribedLoop(NamedTuple):
+    """A loop over the micro-batches, or a computation of what they share, in words.
+
+    Attributes:
+      name: the name: "level 1", "the loss", "level 1, back".
+      loop: "once", or a loop over so many micro-batches.
+      computes: the values that the stage computes.
+      goes_back: the values through which cotangents go back, in order.
+      fills: the values that the stage stores for later stages.
+    """
+
+    name: str
+    loop: str
+    computes: list[DescribedValue]
+    goes_back: list[DescribedValue]
+    fills: list[Stored]
+
+    def __str__(self) -> str:
+        pairs = ("computes", self.computes), ("goes back", self.goes_back)
+        rows = [
+            (f"  {verb}", *x.holds.split(" of ", 1), x.name, about.short_line(x.line))
+            for verb, values in pairs
+            for x in dict.fromkeys(values)
+        ]
+        fills = [
+            f"  fills      {x.what}, {x.nbytes:,} bytes, at {about.short_line(x.line)}"
+            for x in self.fills
+        ]
+        head = f"{self.name}: {self.loop}"
+        return "\n".join([head, *columns(rows, range(5)), *fills])
+
+
+def stages_of_loop(program: LossProgram, operands: Operands) -> Schedule:
+    """The schedule of a loss whose rows do not meet."""
+    jaxpr, count = program.jaxpr, len(operands.params)
+    params, rows = jaxpr.invars[:count], jaxpr.invars[count:]
+    smooth = [*params, *rows[: operands.rows]]
+    return Schedule(jaxpr, "", traits_of(jaxpr, "", smooth, rows))
+
+
+def of_all_rows(jaxpr: core.Jaxpr, number: int) -> Schedule:
+    """The schedule of a program of all rows, of which the first are parameters."""
+    return Schedule(jaxpr, "", traits_of(jaxpr, "", jaxpr.invars[:number], ()))
+
+
+def described_stages(
+    schedule: Schedule, stored: Sequence[Stored], number: int, size: int
+) -> list[DescribedLoop]:
+    """The stages of a schedule, in the order in which they run.
+
+    Args:
+      schedule: the schedule.
+      stored: the values that it stores.
+      number: how many micro-batches a device has; 0 if all rows run at once.
+      size: how many all devices have.
+    """
+    devices = f" on each of {size // number} devices" if size > number > 0 else ""
+    fills = {x.number: x for x in stored}
+    in_words = []
+    for x in stages(schedule):
+        back = [y for e in x.back for y in _smooth_inside(e, schedule.traits)][::-1]
+        loop = f"a loop over {number} micro-batches{devices}"
+        if not number:
+            loop = "once, all rows"
+        if not x.level.in_loop:
+            loop = "once, in no loop"
+        elif x.level == Level(schedule.end):
+            loop += f", forward{' and backward' * bool(back)}"
+        of_level = [fills[j] for j in x.fills if j in fills]
+        computes, goes_back = (
+            [_described(e, schedule) for e in equations]
+            for equations in (x.forward, back)
+        )
+        in_words.append(DescribedLoop(x.name, loop, computes, goes_back, of_level))
+    return in_words
+
+
+def _described(e: core.JaxprEqn, schedule: Schedule) -> DescribedValue:
+    """The value of an equation."""
+    inside = [
+        jaxprs.name_of(x) for x in jaxprs.within(e) if not jaxprs.inner_programs(x)
+    ]
+    inside = list(dict.fromkeys(inside)) if jaxprs.inner_programs(e) else []
+    more = ", ..." if len(inside) > _MOST else ""
+    name = jaxprs.name_of(e)
+    name += f" ({', '.join(inside[:_MOST])}{more})" if inside else ""
+    if not (holds := about.label_of(e)):
+        traits = [schedule.traits.get(x, Traits()) for x in e.outvars]
+        shared = is_collective(e, schedule.axis) or not any(x.of_rows for x in traits)
+        types = ", ".join(about.type_in_words(x.aval) for x in e.outvars)
+        holds = f"{'all' if shared else 'own'} of {types}"
+    source = about.better_placed(e, None).source_info
+    return DescribedValue(holds, name, about.line_of(source))
+
+
+def _smooth_inside(e: core.JaxprEqn, traits: dict[Any, Traits]) -> list[core.JaxprEqn]:
+    """The equations of a call through which cotangents go; others by themselves."""
+    if not any(traits[x].smooth for x in e.outvars):
+        return []
+    if not jaxprs.is_inline(e):
+        return [e]
+
+    def smooth(names: Sequence[Any], outside: Sequence[Any]) -> list[Any]:
+        pairs = zip(names, outside, strict=True)
+        return [x for x, v in pairs if jaxprs.is_variable(v) and traits[v].smooth]
+
+    [inner] = jaxprs.inner_programs(e)
+    params, loss = smooth(inner.invars, e.invars), smooth(inner.outvars, e.outvars)
+    inside = traits_of(inner, "", params, (), loss)
+    equations = (about.better_placed(x, e.source_info) for x in inner.eqns)
+    return [y for x in equations for y in _smooth_inside(x, inside)]

@@ -1,29 +1,83 @@
-"""The schedule of a window: the level at which each value is computed, and from what.
+"""The schedule of a window: the level of each value, and the buffers between levels.
 
-A value of level n has n - 1 collectives on the longest way to it. Loop n over the
-micro-batches computes the values of level n from the buffers of earlier levels, and
-fills the buffers of its collectives. A value that all micro-batches share is computed
-once, before the loop of its level.
+    level of a value  =  1 + the collectives on the longest way to it
+
+First the collectives by which rows meet; then levels and buffers, what equations cost,
+and the smallest values between two parts of a program.
 """
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
-from ga_optax._passes import read, references
-from ga_optax._passes.read import variables
-from ga_optax._window import cost
-from ga_optax._window.meetings import (
-    MEETINGS,
-    Evaluate,
-    collective,
-    is_collective,
-    part_of,
-    whole,
-)
+from .. import accumulator
+from .._partition.held import meeting_of
+from .._passes import about, jaxprs, primitives
+from .._passes.jaxprs import is_cheap, variables
+
+# == Meetings ==========================================================================
+
+# The result of a collective, from its buffer and the index of the micro-batch.
+Evaluate = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def collective(equation: core.JaxprEqn, axis: str) -> str | None:
+    """The name of a collective over the axis in `MEETINGS`; None for others."""
+    name = equation.primitive.name
+    if name in MEETINGS and axis in jaxprs.axes_of(equation):
+        return name
+    return meeting_of(equation)
+
+
+def is_collective(equation: core.JaxprEqn, axis: str) -> bool:
+    """True if `MEETINGS` has a collective over the axis for the equation."""
+    return collective(equation, axis) is not None
+
+
+def whole(buffer: jax.Array, index: jax.Array) -> jax.Array:
+    """The whole buffer."""
+    return buffer
+
+
+def part_of(buffer: jax.Array, index: jax.Array) -> jax.Array:
+    """The part of one micro-batch in a stack, of this device or of all."""
+    return jax.lax.dynamic_index_in_dim(buffer, index % len(buffer), keepdims=False)
+
+
+def _gathered(params: dict[str, Any]) -> Evaluate:
+    dim, tiled = params["all_gather_dimension"], params["tiled"]
+
+    def of(stack: jax.Array, index: jax.Array) -> jax.Array:
+        out = jnp.moveaxis(stack, 0, dim)
+        shape = out.shape
+        return out.reshape(*shape[:dim], -1, *shape[dim + 2 :]) if tiled else out
+
+    return of
+
+
+# The kind of the buffer of each collective, and the view of its result.
+MEETINGS: dict[str, tuple[str, Callable[[dict[str, Any]], Evaluate]]] = {
+    "psum": ("sum", lambda params: whole),
+    "pmax": ("max", lambda params: whole),
+    "pmin": ("min", lambda params: whole),
+    "all_gather": ("stack", _gathered),
+}
+
+
+# == Levels, buffers and traits ========================================================
+# The schedule of a window: the level at which each value is computed, and from what.
+#
+# A value of level n has n - 1 collectives on the longest way to it. Loop n over the
+# micro-batches computes the values of level n from the buffers of earlier levels, and
+# fills the buffers of its collectives. A value that all micro-batches share is computed
+# once, before the loop of its level.
 
 
 class Level(NamedTuple):
@@ -113,7 +167,7 @@ def traits_of(
         smooth = {x: Traits(level, smooth=True, of_rows=x in rows) for x in params}
         return _propagated(jaxpr, axis, start | smooth)
 
-    behind = read.following(jaxpr, params)
+    behind = jaxprs.following(jaxpr, params)
     before = [x.level for v, x in traits_if(1).items() if v not in behind]
     traits = traits_if(max(before, default=1))
     # Values through which the loss is not differentiated are not smooth.
@@ -131,7 +185,7 @@ def _propagated(
     """The traits of every variable, from the traits of the arguments."""
     traits = dict(start)
     for e in jaxpr.eqns:
-        given = [traits[x] if read.is_variable(x) else Traits() for x in e.invars]
+        given = [traits[x] if jaxprs.is_variable(x) else Traits() for x in e.invars]
         largest = Traits(*map(max, zip(Traits(), *given, strict=True)))
         if is_collective(e, axis):
             largest = largest._replace(level=largest.level + 1, of_rows=False)
@@ -148,24 +202,24 @@ def _differentiable(equation: core.JaxprEqn, smooth: list[bool]) -> list[bool]:
     to a reference comes back from the reference.
     """
     moves = any(smooth) and equation.primitive.name != "stop_gradient"
-    is_open = read.kind(equation) in read.THROUGH and not references.are_inside(
+    is_open = jaxprs.kind(equation) in jaxprs.THROUGH and not about.references_inside(
         equation
     )
     if not (moves and is_open):
-        return [moves and read.is_inexact(x) for x in equation.outvars]
-    if read.kind(equation) == "scan":  # any carry may have one
-        consts, carry, slices = read.scan_of(equation).split(smooth)
+        return [moves and jaxprs.is_inexact(x) for x in equation.outvars]
+    if jaxprs.kind(equation) == "scan":  # any carry may have one
+        consts, carry, slices = jaxprs.scan_of(equation).split(smooth)
         smooth = [
             *consts,
-            *map(read.is_inexact, equation.outvars[: len(carry)]),
+            *map(jaxprs.is_inexact, equation.outvars[: len(carry)]),
             *slices,
         ]
-    [program] = read.inner_programs(equation)
+    [program] = jaxprs.inner_programs(equation)
     inside = {x for x, moves in zip(program.invars, smooth, strict=True) if moves}
     for e in program.eqns:
-        results = _differentiable(e, [read.is_among(x, inside) for x in e.invars])
+        results = _differentiable(e, [jaxprs.is_among(x, inside) for x in e.invars])
         inside.update(x for x, moves in zip(e.outvars, results, strict=True) if moves)
-    return [read.is_among(x, inside) for x in program.outvars]
+    return [jaxprs.is_among(x, inside) for x in program.outvars]
 
 
 # -- The schedule ----------------------------------------------------------------------
@@ -273,7 +327,7 @@ class Schedule:
             )
 
         runs = functools.partial(self.acts_at, level)
-        return read.needed(self.jaxpr, wanted, is_known, runs if acts else None)
+        return jaxprs.needed_for(self.jaxpr, wanted, is_known, runs if acts else None)
 
     def acts_at(self, level: Level, equation: core.JaxprEqn) -> bool:
         """True if an equation prints or calls back at this level.
@@ -281,7 +335,7 @@ class Schedule:
         An equation does so in the loop of the loss; or, if it reads a result of that
         loop, in the epilogue.
         """
-        if not read.acts(equation):
+        if not jaxprs.acts(equation):
             return False
         reads = max((self.trait(x).level for x in equation.invars), default=0)
         return (reads > self.end) == (level == self.epilogue)
@@ -319,8 +373,8 @@ class Schedule:
         """The number of the buffer of a value, which is added if there is none."""
         smooth, number = self.trait(operand).smooth, self.num_values.get(kind, 1)
         when = Level(level, in_loop=kind != "shared")
-        of_cotangent = smooth and number * cost.nbytes_of_sum(operand)
-        nbytes = number * cost.nbytes(operand)
+        of_cotangent = smooth and number * nbytes_of_sum(operand)
+        nbytes = number * bytes_of(operand)
         members = self.by_level.setdefault(when, [])
         for i in members:
             old = self.buffers[i]
@@ -329,7 +383,7 @@ class Schedule:
         i = len(self.buffers)
         members.append(i)
         self.buffers.append(Buffer(operand, kind, when, smooth, nbytes, of_cotangent))
-        if kind in ("stack", "residual", "shared") and read.is_variable(operand):
+        if kind in ("stack", "residual", "shared") and jaxprs.is_variable(operand):
             view = View(i, whole if kind == "shared" else part_of)
             self.views.setdefault(operand, view)
         return i
@@ -387,6 +441,288 @@ def _add_collective(schedule: Schedule, equation: core.JaxprEqn) -> None:
 
 def _stateful(equation: core.JaxprEqn) -> str | None:
     """The primitive in an equation that may return another result if it runs again."""
-    inside = read.within(equation) if read.acts(equation) else ()
-    acting = (e for e in inside if read.acts(e) and not read.inner_programs(e))
+    inside = jaxprs.within(equation) if jaxprs.acts(equation) else ()
+    acting = (e for e in inside if jaxprs.acts(e) and not jaxprs.inner_programs(e))
     return next((e.primitive.name for e in acting if e.outvars), None)
+
+
+# == The cost of equations =============================================================
+
+
+def bytes_of(x: Any) -> int:
+    """The bytes of a value."""
+    return jaxprs.numbers(x.aval.shape) * x.aval.dtype.itemsize
+
+
+def nbytes_of_sum(x: Any) -> int:
+    """The bytes of a sum of such values, in the dtype of sums."""
+    dtype = x.aval.dtype
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return 0
+    wide = accumulator.accumulator_dtype(jnp.zeros([], dtype), np.dtype(np.float32))
+    return jaxprs.numbers(x.aval.shape) * wide.itemsize
+
+
+def bytes_of_step(jaxpr: core.Jaxpr, params: Sequence[Any]) -> int:
+    """About the bytes of a micro-batch's step: residuals and gradients.
+
+    Args:
+      jaxpr: the program of a micro-batch.
+      params: the arguments with respect to which it is differentiated.
+    """
+    arguments = [*jaxpr.constvars, *jaxpr.invars]
+    return bytes_of_residuals(jaxpr.eqns, params, arguments) + sum(
+        map(bytes_of, params)
+    )
+
+
+def bytes_of_residuals(
+    equations: Sequence[core.JaxprEqn], smooth: Iterable[Any], given: Iterable[Any]
+) -> int:
+    """About the bytes of the residuals that `jax.vjp` keeps.
+
+    The residuals of a product are its operands; of any other nonlinear function, one
+    coefficient for each number of the result.
+
+    Args:
+      equations: the program.
+      smooth: the arguments that are differentiated.
+      given: the values that are stored in any case, and take no more bytes.
+    """
+    smooth, given = set(smooth), set(given)
+    reads: dict[Any, int] = {}
+    inside = 0
+    for e in equations:
+        places = [i for i, x in enumerate(e.invars) if jaxprs.is_among(x, smooth)]
+        if not places:
+            continue
+        outs = [x for x in e.outvars if jaxprs.is_inexact(x.aval)]
+        smooth.update(outs)
+        name, kind = e.primitive.name, jaxprs.kind(e)
+        programs = jaxprs.inner_programs(e)
+        if kind == "checkpoint":
+            reads |= {x: bytes_of(x) for x in variables(e.invars)}
+        elif programs:
+            inside += jaxprs.times(e) * max(_inside(e, p, smooth) for p in programs)
+        elif primitives.needs_other(e):
+            pair = e.invars
+            others = [pair[1 - i] for i in places] + [pair[1]] * (name == "div")
+            reads |= {x: bytes_of(x) for x in variables(others)}
+        elif not primitives.is_linear(e) and not _communicates(e):
+            inside += sum(map(bytes_of, outs))
+    return inside + sum(n for x, n in reads.items() if x not in given)
+
+
+def _inside(e: core.JaxprEqn, program: core.Jaxpr, outside: set[Any]) -> int:
+    """About the bytes of the residuals of a program inside an equation."""
+    pairs = zip(program.invars, jaxprs.operands(e, program), strict=False)
+    smooth = [x for x, operand in pairs if jaxprs.is_among(operand, outside)]
+    given = [*program.constvars, *program.invars]
+    if jaxprs.kind(e) == "scan":  # each iteration has another carry
+        consts, _, slices = jaxprs.scan_of(e).split(program.invars)
+        given = [*program.constvars, *consts, *slices]
+    return bytes_of_residuals(program.eqns, smooth, given)
+
+
+def _communicates(equation: core.JaxprEqn) -> bool:
+    return any(isinstance(name, str) for name in jaxprs.axes_of(equation))
+
+
+# == The minimum cut ===================================================================
+# A minimum cut: the smallest values that every way through a program goes through.
+#
+# Each value is an edge as wide as its bytes (Ford and Fulkerson, 1956; shortest paths
+# first, as in Edmonds and Karp). Paths are searched from the sinks: of two cuts of one
+# size, the nearer to the sinks is found.
+
+_Node = tuple[Any, str]  # a value where it comes in, or where it goes out
+_SOURCE, _SINK = (None, "source"), (None, "sink")
+
+
+def smallest_cut(
+    equations: Iterable[core.JaxprEqn],
+    sources: Iterable[Any],
+    sinks: Container[Any],
+    size: Callable[[Any], float],
+) -> list[Any]:
+    """The values of a minimum cut between `sources` and `sinks`, nearest to the sinks.
+
+    Args:
+      equations: the equations of the program, in order.
+      sources: the values that must not be computed again.
+      sinks: the values that must be known, if they are computed of `sources`.
+      size: the price of keeping a value; infinite if it cannot be kept. A value on each
+        path has a finite price.
+    """
+    inf, readers = float("inf"), _readers(equations, sources)
+    capacity: dict[_Node, dict[_Node, float]] = collections.defaultdict(dict)
+    edges = [((x, "out"), (x, "in"), size(x)) for x in readers]
+    edges += [((y, "in"), (x, "out"), inf) for x, ys in readers.items() for y in ys]
+    edges += [((x, "in"), _SOURCE, inf) for x in sources]
+    edges += [(_SINK, (x, "out"), inf) for x in readers if x in sinks]
+    for start, end, width in edges:
+        capacity[start][end] = capacity[start].get(end, 0.0) + width
+        capacity[end].setdefault(start, 0.0)
+    while _SOURCE in (previous := _reached(capacity)):
+        path, node = [], _SOURCE
+        while node != _SINK:
+            path.append((previous[node], node))
+            node = previous[node]
+        width = min(capacity[a][b] for a, b in path)
+        for a, b in path:
+            capacity[a][b] -= width
+            capacity[b][a] += width
+    return [x for x in readers if (x, "out") in previous and (x, "in") not in previous]
+
+
+def _readers(
+    equations: Iterable[core.JaxprEqn], sources: Iterable[Any]
+) -> dict[Any, list[Any]]:
+    """The values computed of each source, and of each value that is computed of one."""
+    readers: dict[Any, list[Any]] = {x: [] for x in sources}
+    for e in equations:
+        inputs = [x for x in variables(e.invars) if x in readers]
+        for x in inputs:
+            readers[x] += e.outvars
+        if inputs:
+            readers |= {x: [] for x in e.outvars if x not in readers}
+    return readers
+
+
+def _reached(capacity: Mapping[_Node, Mapping[_Node, float]]) -> dict[_Node, _Node]:
+    """For each node with capacity left to the sink, the previous node on a path."""
+    previous: dict[_Node, _Node] = {_SINK: _SINK}
+    queue = collections.deque(previous)
+    while queue:
+        node = queue.popleft()
+        for other in capacity[node]:
+            if capacity[node][other] > 0 and other not in previous:
+                previous[other] = node
+                queue.append(other)
+    return previous
+
+
+# == Stages, and how often equations run ===============================================
+# The stages of a window, and how often each equation runs.
+#
+# A stage is a loop over the micro-batches, or a computation of what they share. A stage
+# on the way back knows which equations need not run forward, since no gradient reads
+# their results, and which buffers it fills again. `run` runs this list; reports show
+# it.
+
+
+class Stage(NamedTuple):
+    """A loop over the micro-batches, or a computation of what they share.
+
+    Attributes:
+      name: the name, in words.
+      kind: what it does: "fill" or "fill again" buffers, take cotangents "back", or
+        compute "the loss", or what comes "after" it.
+      level: the time: buffers of earlier levels are known.
+      forward: the equations that run forward.
+      back: the equations through which cotangents go back, if they have some.
+      fills: the buffers that it fills, by number.
+    """
+
+    name: str
+    kind: str
+    level: Level
+    forward: Sequence[core.JaxprEqn]
+    back: Sequence[core.JaxprEqn] = ()
+    fills: Sequence[int] = ()
+
+
+def stages(schedule: Schedule) -> Iterator[Stage]:
+    """The stages of a window, in the order in which they run."""
+    numbers, last = range(schedule.end), Level(schedule.end)
+    for n in numbers:
+        for level in (Level(n), Level(n + 1, in_loop=False)):
+            if members := schedule.filled_at(level):
+                runs = schedule.needed(schedule.operands(level), level)[0]
+                yield Stage(_name(level), "fill", level, runs, fills=members)
+    runs, back = (
+        schedule.needed(schedule.roots(schedule.end, smooth=smooth), last)[0]
+        for smooth in (False, True)
+    )
+    yield Stage("the loss", "the loss", last, runs, back, schedule.filled_at(last))
+    for n in reversed(numbers):
+        if members := schedule.refills.get(n):
+            others = set(range(len(schedule.buffers))) - set(members)
+            operands = [schedule.buffers[j].operand for j in members]
+            level, name = Level(n + 1), f"level {n}, filled again"
+            runs = schedule.needed(operands, level, known=others)[0]
+            yield Stage(name, "fill again", level, runs, fills=members)
+        for level in (Level(n + 1, in_loop=False), Level(n)):
+            if roots := schedule.operands(level, smooth=True):
+                back = schedule.needed(roots, level)[0]
+                runs = _read_back(schedule, back) if level.in_loop else back
+                yield Stage(f"{_name(level)}, back", "back", level, runs, back)
+    if runs := schedule.needed(schedule.epilogue_results, schedule.epilogue)[0]:
+        yield Stage("after the loops", "after", schedule.epilogue, runs)
+
+
+def _name(level: Level) -> str:
+    return f"level {level.number}{', shared' * (not level.in_loop)}"
+
+
+class Runs(NamedTuple):
+    """The runs of an equation over the rows; `costs` is True if it is not cheap."""
+
+    costs: bool = False
+    forward: int = 0
+    backward: int = 0
+
+
+def runs_of_equations(schedule: Schedule) -> dict[int, Runs]:
+    """The runs of every equation of rows, by its id."""
+    forward, backward = collections.Counter(), collections.Counter()
+    for stage in stages(schedule):
+        forward.update(map(id, stage.forward))
+        backward.update(id(e) for e in stage.back if schedule.is_smooth(e))
+    return {
+        id(e): Runs(not is_cheap(e), forward[id(e)], backward[id(e)])
+        for e in schedule.jaxpr.eqns
+        if schedule.is_of_rows(e) and forward[id(e)]
+    }
+
+
+def most_runs(runs: Iterable[Runs]) -> Runs:
+    """The most runs of costly equations; if there are none, of all.
+
+    The gradient of a costly equation may be in the rule of a cheap one.
+    """
+    runs = list(runs)
+    costly = [x for x in runs if x.costs] or runs
+    costs, forward, backward = map(max, zip(Runs(), *costly, strict=True))
+    return Runs(costs, forward, backward or int(any(x.backward for x in runs)))
+
+
+def _read_back(
+    schedule: Schedule, equations: Sequence[core.JaxprEqn]
+) -> list[core.JaxprEqn]:
+    """The equations that run forward again before cotangents go back through all.
+
+    The gradient of a product needs the operands, and not the result. So a product whose
+    result is added up or stored does not run again.
+    """
+    again: list[core.JaxprEqn] = []
+    read: set[Any] = set()
+    for e in reversed(equations):
+        needs = _needed_back(schedule, e)
+        if needs is None or not read.isdisjoint(e.outvars):
+            again.append(e)
+            needs = e.invars
+        read.update(variables(needs))
+    return again[::-1]
+
+
+def _needed_back(schedule: Schedule, equation: core.JaxprEqn) -> list[Any] | None:
+    """The operands that the gradient needs; None if it may need the results, too."""
+    differs = schedule.is_of_rows(equation) and schedule.is_smooth(equation)
+    if primitives.is_linear(equation) or not differs:
+        return []
+    if not primitives.needs_other(equation):
+        return None
+    one, two = equation.invars
+    of_one, of_two = (schedule.trait(x).smooth for x in (one, two))
+    return [one] * of_two + [two] * (of_one or equation.primitive.name == "div")

@@ -14,10 +14,10 @@ complete when every block has been added once. Only then does `add` return an
 `Accumulator`, whose `weight` and `count` include the micro-step.
 """
 
-from ga_optax.blocks._micro_step import OpenMicroStep, add
-from ga_optax.blocks._partition import Block, Partition, Stacked, partition
-from ga_optax.blocks._select import Spec, flatten, replace, select, unflatten
-from ga_optax.blocks._summary import BlockReport, BlockRow, norms, not_finite, report
+from ._micro_step import OpenMicroStep, add
+from ._partition import Block, Partition, Stacked, partition
+from ._select import Spec, flatten, replace, select, unflatten
+from ._summary import BlockReport, BlockRow, norms, not_finite, report
 
 __all__ = [
     "Block",

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from ga_optax import _checks, _text, accumulator
-from ga_optax.accumulator import Accumulator
-from ga_optax.blocks._partition import Partition, block_of, leaves_of
-from ga_optax.blocks._select import like, on_device, put, slices, take, with_slices
+from .. import _checks, _text, accumulator
+from ..accumulator import Accumulator
+from ._partition import Partition, block_of, leaves_of
+from ._select import like, on_device, put, slices, take, with_slices
 
 
 @functools.partial(

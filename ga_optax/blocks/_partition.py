@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ga_optax import _checks, _text
+from .. import _checks, _text
 
 _Key = tuple[Any, ...]
 _Shapes = tuple[tuple[int, ...], ...]

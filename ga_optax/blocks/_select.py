@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ga_optax._checks import check_arrays, check_dtypes, check_leaves, check_type
-from ga_optax.blocks._partition import Block, Partition, block_of, leaves_of, shown
+from .._checks import check_arrays, check_dtypes, check_leaves, check_type
+from ._partition import Block, Partition, block_of, leaves_of, shown
 
 
 def select(partition: Partition, tree: Any, name: str) -> Any:

@@ -13,9 +13,10 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from ga_optax import _checks, _text
-from ga_optax.accumulator import accumulator_dtype, parts
-from ga_optax.blocks._partition import Partition, leaves_of, partition, shown
+from .. import _checks, _text, accumulator
+from ..accumulator import accumulator_dtype
+from . import _partition
+from ._partition import Partition, leaves_of, shown
 
 # -- On the device ---------------------------------------------------------------------
 
@@ -58,7 +59,9 @@ def _norms(partition: Partition, leaves: list[ArrayLike]) -> jax.Array:
     dtype = np.float64 if wide else np.float32
 
     squares = [
-        functools.reduce(jnp.add, [jnp.square(x.astype(dtype)) for x in parts(leaf)])
+        functools.reduce(
+            jnp.add, [jnp.square(x.astype(dtype)) for x in accumulator.parts(leaf)]
+        )
         for leaf in map(jnp.asarray, leaves)
     ]
     return jnp.sqrt(_per_block(partition, squares, jnp.sum, jnp.add, dtype))
@@ -180,7 +183,9 @@ def report(
       TypeError: if `dtype` cannot hold gradients.
     """
     wide = _checks.check_dtype(dtype)
-    blocks = params if isinstance(params, Partition) else partition(params, 1)
+    blocks = (
+        params if isinstance(params, Partition) else _partition.partition(params, 1)
+    )
     dtypes = [
         accumulator_dtype(jax.ShapeDtypeStruct((), x), wide) for x in blocks.dtypes
     ]

@@ -19,14 +19,9 @@ except ImportError as error:
         'pip install "flax>=0.12.8".'
     ) from error
 
-from ga_optax._compiled.plan import plan
-from ga_optax.flax._modules import (
-    accumulate,
-    batch_dependencies,
-    value_and_grad,
-    verify,
-)
-from ga_optax.flax._states import Optimizer, TrainState
+from .._compiled.plan import plan
+from ._modules import accumulate, batch_dependencies, value_and_grad, verify
+from ._states import Optimizer, TrainState
 
 __all__ = [
     "Optimizer",

@@ -19,16 +19,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
-from ga_optax import _verify
-from ga_optax._calls import accumulate as of_each
-from ga_optax._calls import dependencies, gradients
-from ga_optax._calls.options import place_of
-from ga_optax._calls.results import check_number
-from ga_optax._calls.words import explains_keywords, warns_outside_jit
-from ga_optax._checks import check_not_empty
-from ga_optax._devices.data_axis import DataAxis
-from ga_optax.accumulator import Accumulator
-from ga_optax.flax._objects import Objects, in_context, like, number_of
+from .._calls import functions, separate
+from .._calls.call import check_number, explains_keywords, warns_outside_jit
+from .._calls.options import place_of
+from .._checks import check_not_empty
+from .._devices.meshes import DataAxis
+from .._verify import diagnosis
+from ..accumulator import Accumulator
+from ._objects import Objects, in_context, like, number_of
 
 Argnums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
 
@@ -101,7 +99,7 @@ def value_and_grad(
         `ga_optax.value_and_grad`; if `argnums` selects no variable.
     """
     core = partial(
-        gradients.value_and_grad,
+        functions.value_and_grad,
         num_microbatches=num_microbatches,
         microbatch_size=microbatch_size,
         batch_argnums=batch_argnums,
@@ -135,7 +133,7 @@ def batch_dependencies(
     batch_axes: Any = 0,
     data_axis: str | Sequence[str] | DataAxis | None = None,
     residual_bytes: int | None = None,
-) -> Callable[..., dependencies.BatchDependencies]:
+) -> Callable[..., functions.BatchDependencies]:
     """`ga_optax.batch_dependencies` of modules: where rows meet, and the cost.
 
     >>> import jax.numpy as jnp, ga_optax as ga
@@ -172,7 +170,7 @@ def batch_dependencies(
       TypeError, ValueError: as `value_and_grad`.
     """
     core = partial(
-        dependencies.batch_dependencies,
+        functions.batch_dependencies,
         num_microbatches=num_microbatches,
         microbatch_size=microbatch_size,
         batch_argnums=batch_argnums,
@@ -185,8 +183,8 @@ def batch_dependencies(
 
 
 def _with_variables_named(
-    objects: Objects, report: dependencies.BatchDependencies
-) -> dependencies.BatchDependencies:
+    objects: Objects, report: functions.BatchDependencies
+) -> functions.BatchDependencies:
     """The report, with one name for all variables that are not differentiated."""
     del objects
     whole: dict[str, int] = {}
@@ -312,7 +310,7 @@ def accumulate(
     }
 
     core = partial(
-        of_each.accumulate,
+        separate.accumulate,
         num_microbatches=num_microbatches,
         has_aux=has_aux,
         batch_argnames=batch_argnames,
@@ -383,7 +381,7 @@ def verify(
     *,
     wrt: Any = nnx.Param,
     **options: Any,
-) -> _verify.Report:
+) -> diagnosis.Report:
     """`ga_optax.verify` for a loss of a module: is the gradient that of all rows?
 
     >>> import jax.numpy as jnp, ga_optax as ga
@@ -430,4 +428,4 @@ def verify(
         return fun(nnx.merge(graph, params, rest, copy=True), *batch_and_key)
 
     pure = nnx.as_pure(params)
-    return _verify.verify(of_params, pure, batch, num_microbatches, **options)
+    return diagnosis.verify(of_params, pure, batch, num_microbatches, **options)

@@ -14,9 +14,9 @@ from flax import nnx
 from flax.nnx.extract import NodeStates
 from jax.extend import core
 
-from ga_optax._calls.options import place_of
-from ga_optax._checks import check_not_empty, check_structure
-from ga_optax._passes import read
+from .._calls.options import place_of
+from .._checks import check_not_empty, check_structure
+from .._passes import jaxprs
 
 _TAG = "ga_optax"
 in_context = nnx.update_context(_TAG)
@@ -212,17 +212,17 @@ def _forwarded(jaxpr: core.Jaxpr) -> list[int | None]:
     found: dict[Any, int | None] = {x: i for i, x in enumerate(jaxpr.invars)}
 
     def of(x: Any) -> int | None:
-        return found.get(x) if read.is_variable(x) else None
+        return found.get(x) if jaxprs.is_variable(x) else None
 
     for equation in jaxpr.eqns:
-        how, every = read.kind(equation), []
-        programs = read.inner_programs(equation) if how not in (None, "while") else ()
+        how, every = jaxprs.kind(equation), []
+        programs = jaxprs.inner_programs(equation) if how not in (None, "while") else ()
         for program in programs:
-            given = list(map(of, read.operands(equation, program)))
+            given = list(map(of, jaxprs.operands(equation, program)))
             places = _forwarded(program)
             if how == "scan":
                 places = list(
-                    map(read.scan_of(equation).kept, range(len(places)), places)
+                    map(jaxprs.scan_of(equation).kept, range(len(places)), places)
                 )
             every.append([None if i is None else given[i] for i in places])
         for out, *its in zip(equation.outvars, *every, strict=bool(every)):

@@ -13,10 +13,11 @@ from flax.linen import fp8_ops
 from flax.training import train_state
 from jax.typing import ArrayLike
 
-from ga_optax import _text
-from ga_optax._across import multi_steps, state
-from ga_optax._across.config import check_optimizer
-from ga_optax._checks import nodes_of
+from .. import _text
+from .._across import multi_steps
+from .._across.config import check_optimizer
+from .._across.state import MultiStepsState, stats
+from .._checks import nodes_of
 
 M = TypeVar("M")
 _OVERWRITTEN = fp8_ops.OVERWRITE_WITH_GRADIENT
@@ -190,7 +191,7 @@ class Optimizer(nnx.Optimizer[M]):
         pure = nnx.as_pure(self.opt_state)
         fields = {"step": self.step[...], "opt_state": pure}
         text = _text.repr_of(type(self).__name__, fields)
-        windows = nodes_of(state.MultiStepsState, pure).values()
+        windows = nodes_of(MultiStepsState, pure).values()
         return "\n".join([text, *map(repr, windows)])
 
     __str__ = __repr__
@@ -271,8 +272,8 @@ class Optimizer(nnx.Optimizer[M]):
 def _counter(name: str, opt_state: Any, otherwise: jax.Array) -> jax.Array:
     """A counter of the `MultiSteps` in a state; `otherwise` without a `MultiSteps`."""
     _check_accumulator(opt_state)
-    accumulates = nodes_of(state.MultiStepsState, opt_state)
-    return getattr(state.stats(opt_state), name) if accumulates else otherwise
+    accumulates = nodes_of(MultiStepsState, opt_state)
+    return getattr(stats(opt_state), name) if accumulates else otherwise
 
 
 def _check_accumulator(opt_state: Any) -> None:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, AxisType, SingleDeviceSharding
 
-from ga_optax._compiled import machines, plan
+from ga_optax._compiled import plan
 
 jax.config.update("jax_platforms", "cpu")  # where arrays lie
 # What was compiled for a device that is not there cannot be loaded for it.
@@ -42,7 +42,7 @@ def flags(options: dict[str, Any]) -> Iterator[None]:
 @functools.cache
 def device(target: str) -> Any:
     """The first device of a target."""
-    return machines.find(target).topology.devices[0]
+    return plan.find_machine(target).topology.devices[0]
 
 
 def compiled(

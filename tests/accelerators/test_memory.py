@@ -8,8 +8,8 @@ from corpus.scans import BATCH, K, decoder, nothing
 from helpers import mean_of
 
 import ga_optax as ga
-from ga_optax._compiled import machines, plan
-from ga_optax._window import split_scans
+from ga_optax._compiled import plan
+from ga_optax._window import flat
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -38,7 +38,7 @@ def step_of(layers):
 
 def test_libtpu_checks_what_plan_counts_and_not_the_sum_of_the_parts():
     """It compiles what fits by the total, though it would not by the parts."""
-    limit = machines.find("v5e").memory_limit
+    limit = plan.find_machine("v5e").memory_limit
     memory = step_of(26).memory_analysis()
     rest = memory.argument_size_in_bytes
     rest += memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -85,11 +85,11 @@ def test_it_takes_the_temporaries_of_plain_micro_batches_and_one_layers_rows(
     assert temporaries(ga.value_and_grad, K) < bound
     assert temporaries(jax.value_and_grad) > 3 * plain
     # The twin: iterations stand one after the other.
-    find = split_scans.SplitScan._find_parts
+    find = flat.SplitScan._find_parts
 
     def in_the_open(self, graph):
         find(self, graph)
         self.unrolled.update(self.part.values())
 
-    monkeypatch.setattr(split_scans.SplitScan, "_find_parts", in_the_open)
+    monkeypatch.setattr(flat.SplitScan, "_find_parts", in_the_open)
     assert temporaries(ga.value_and_grad, K) > bound

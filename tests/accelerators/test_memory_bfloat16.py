@@ -6,7 +6,7 @@ import pytest
 import targets
 
 import ga_optax as ga
-from ga_optax._loop import fences
+from ga_optax._loop import micro_step
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -66,7 +66,7 @@ def test_a_window_takes_one_micro_batch_and_the_sums_outside_of_its_scan(
 def test_casts_that_are_held_through_the_window_would_be_seen(monkeypatch):
     """Those of the embedding and the head, on TPUs: half as large as their sums."""
     inside = temporaries(ga.value_and_grad(loss, K), "v6e", 12, K, {})
-    monkeypatch.setattr(fences, "cast_inside", lambda leaves, *_: leaves)
+    monkeypatch.setattr(micro_step, "cast_inside", lambda leaves, *_: leaves)
     before = temporaries(ga.value_and_grad(loss, K), "v6e", 12, K, {})
     assert before - inside >= OUTSIDE / 2
 

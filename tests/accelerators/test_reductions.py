@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax._compiled import hlo, machines
+from ga_optax._compiled import audit, plan
 
 K, DEVICES, LAYERS, WIDTH, ROWS = 2, 8, 4, 1024, 256
 GRADIENT = 2 * LAYERS * WIDTH * WIDTH * 4
@@ -41,14 +41,14 @@ def compiled(target, compiler_options, devices=DEVICES, **options):
     rows = NamedSharding(mesh, P("data"))
     x = jax.ShapeDtypeStruct((K * devices * ROWS, WIDTH), jnp.float32, sharding=rows)
     step = ga.value_and_grad(loss, K, data_axis=ga.DataAxis("data", **options))
-    with machines.find(target).arguments((params, x)) as shapes:
+    with plan.find_machine(target).arguments((params, x)) as shapes:
         lowered = jax.jit(lambda *args: step(*args)).lower(*shapes)
     return lowered.compile(compiler_options=compiler_options)
 
 
 def hidden(program):
     """For each asynchronous collective in a loop: whether it hides behind a product."""
-    module, found = hlo.parse(program.as_text()), []
+    module, found = audit.parse_hlo(program.as_text()), []
     loops = [p.instruction.computation for p in module.walk() if p.loops]
     for body in {id(body): body for body in loops}.values():
         products, starts = [], {}
@@ -142,7 +142,7 @@ def test_what_a_model_casts_is_gathered_in_bfloat16(target, options):
 
     def of_axis(axis):
         step = ga.value_and_grad(of_tokens, K, data_axis=axis)
-        with machines.find(target).arguments((params, tokens)) as args:
+        with plan.find_machine(target).arguments((params, tokens)) as args:
             lowered = jax.jit(lambda *args: step(*args)).lower(*args)
         return ga.audit(lowered.compile(compiler_options=options))
 

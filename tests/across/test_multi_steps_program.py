@@ -12,8 +12,8 @@ import pytest
 from helpers import DROPS, SKIPS, bits, normal, updates_of
 
 import ga_optax as ga
-from ga_optax._loop.in_place import HAS_REFS
-from ga_optax._passes import read
+from ga_optax._loop.micro_step import HAS_REFS
+from ga_optax._passes import jaxprs
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -25,7 +25,7 @@ def matrix_products(jaxpr):
     """Pairs of (matrix products outside any cond, those in each branch of a cond)."""
     outside, branches = 0, []
     for eqn in jaxpr.eqns:
-        inside = [matrix_products(inner) for inner in read.inner_programs(eqn)]
+        inside = [matrix_products(inner) for inner in jaxprs.inner_programs(eqn)]
         if eqn.primitive.name == "cond":
             branches += [inner + sum(deeper) for inner, deeper in inside]
             continue

@@ -13,8 +13,8 @@ from jax.custom_derivatives import linear_call
 from test_microbatch import MODELS, OPTIMIZE, WIDTH, _layer, _normal, make_batch
 
 import ga_optax as ga
-from ga_optax._loop import folds
-from ga_optax._passes import known
+from ga_optax._loop import micro_step
+from ga_optax._passes import about
 from ga_optax.testing import assert_trees_bitwise_equal as assert_same_bits
 
 
@@ -165,7 +165,7 @@ def test_a_rule_does_in_a_window_what_it_does_for_each_micro_batch(rule, monkeyp
 
     assert off() <= 1
     if rule is clipped:  # the twin: a weight goes through what clips
-        monkeypatch.setattr(known, "side_effects", lambda jaxpr: known.SideEffects())
+        monkeypatch.setattr(about, "side_effects", lambda jaxpr: about.SideEffects())
         assert off() > 1
 
 
@@ -241,7 +241,7 @@ def test_aux_is_put_together_as_asked_leaf_by_leaf(weight_fn):
     weights = np.array([(m[:, 0] ** 2).sum() if weight_fn else 1.0 for m in micro])
     modes = {"rows": "sum", "positive": "mean", "any": "sum", "top": "last"}
     modes["parts"] = "mean", "stack"
-    assert {*jax.tree.leaves(modes)} == {*folds.OPTIONS}
+    assert {*jax.tree.leaves(modes)} == {*micro_step.OPTIONS}
     options = {"has_aux": True, "weight_fn": weight_fn}
     step = jax.jit(mean_of(with_aux, 4, aux=modes, **options))
     (value, aux), grad = step(w, x)

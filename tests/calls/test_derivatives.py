@@ -21,7 +21,7 @@ from jax._src import config
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax._partition import reductions
+from ga_optax._partition import factors
 
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion", "fast_compilation", "float64"),
@@ -128,12 +128,12 @@ def test_one_number_attains_an_extremum_that_was_rounded_in_another_way():
     x = jnp.array([[1.0, 3.0], [3.0, 2.0]])
     for is_max, first in ((True, [[0, 0], [1, 0]]), (False, [[1, 0], [0, 0]])):
         exact = x.max() if is_max else x.min()
-        with_ties = reductions.attaining(is_max, (0, 1), x, exact)
+        with_ties = factors.attaining(is_max, (0, 1), x, exact)
         assert np.array_equal(with_ties, x == exact)
         for other in (exact + 1e-15 * 8, exact - 1e-15 * 8):
             assert not (x == other).any()  # the twin
-            assert np.array_equal(reductions.attaining(is_max, (0, 1), x, other), first)
-        nan = reductions.attaining(is_max, (0, 1), x.at[0, 0].set(jnp.nan), jnp.nan)
+            assert np.array_equal(factors.attaining(is_max, (0, 1), x, other), first)
+        nan = factors.attaining(is_max, (0, 1), x.at[0, 0].set(jnp.nan), jnp.nan)
         assert not nan.any()  # as in JAX, where the gradient is NaN
 
 

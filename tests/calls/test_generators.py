@@ -8,7 +8,7 @@ from helpers import error, mesh_of, normal, off, put
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax._partition import randoms
+from ga_optax._partition import partitioned
 
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion", "fast_compilation"),
@@ -133,7 +133,7 @@ def test_all_who_read_a_draw_read_the_same(fun, monkeypatch):
     found, drawn = gap()
     assert found < 1e-3
     np.testing.assert_array_equal(drawn, fun(*arguments())[1][1])
-    monkeypatch.setattr(randoms, "differ", lambda *_: False)  # the twin
+    monkeypatch.setattr(partitioned, "draws_differ", lambda *_: False)  # the twin
     assert gap()[0] > 1e-3
 
 

@@ -29,7 +29,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax._calls import rows as of_rows
+from ga_optax._calls import rows as calls_rows
 
 pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
 EPS, EPS32 = np.finfo(np.float64).eps, np.finfo(np.float32).eps
@@ -280,7 +280,7 @@ def test_what_the_partitioner_cannot_do_is_computed_of_all_rows_and_said(monkeyp
 
     broken = failing(KeyError("a parameter that jax renamed"))
     want = jax.value_and_grad(loss, has_aux=True)(W, X)
-    monkeypatch.setattr(of_rows, "partition", broken)
+    monkeypatch.setattr(calls_rows, "partition", broken)
     why = "KeyError: 'a parameter.*rowwise"
     with pytest.warns(UserWarning, match=rf"all rows at once.*{why}"):
         got = ga.value_and_grad(loss, 4, has_aux=True)(W, X)

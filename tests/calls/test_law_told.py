@@ -17,14 +17,15 @@ from jax.scipy.special import xlogy
 from jax.sharding import PartitionSpec
 
 import ga_optax as ga
-from ga_optax._calls import advice, rows
-from ga_optax._calls.words import log_what_is_missing
-from ga_optax._loop import additions, in_place
-from ga_optax._partition import notes
-from ga_optax._partition.values import RowsMeet
-from ga_optax._passes import places
-from ga_optax._window import backward, report, room
-from ga_optax._window import run as window
+from ga_optax._calls import rows as calls_rows
+from ga_optax._calls import engine, undivided
+from ga_optax._calls.call import log_what_is_missing
+from ga_optax._loop import loop, micro_step
+from ga_optax._partition import held
+from ga_optax._partition.held import RowsMeet
+from ga_optax._passes import about
+from ga_optax._window import levels, room
+from ga_optax._window import run as window_run
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 HERE = str(TESTS) + os.sep
@@ -167,7 +168,7 @@ def test_more_of_all_rows_than_of_its_own_is_said_once_with_its_line(
         step = ga.value_and_grad(fun, 8)
         return warned(lambda: jax.eval_shape(step, BIG[1], BIG[0][:rows]))
 
-    monkeypatch.setattr(advice, "_warned", set())
+    monkeypatch.setattr(undivided, "_warned", set())
     first = told()
     assert len(first) == (LITTLE[fun] is not None)
     for said in first:
@@ -181,7 +182,7 @@ def test_its_bytes_are_those_of_the_programs(monkeypatch):
     def ordered(w, x):
         return jnp.sum(jnp.sort(x * w, 0))
 
-    monkeypatch.setattr(advice, "_warned", set())
+    monkeypatch.setattr(undivided, "_warned", set())
     args = jnp.ones(4), jnp.ones((16, 4))
     [said] = warned(lambda: jax.eval_shape(ga.value_and_grad(ordered, 8), *args))
     # All rows come together, are sorted, added up, and shared out; of its own it has
@@ -205,7 +206,7 @@ def centred(p, b):
 @pytest.mark.parametrize("rows", [16, 1024])
 def test_who_runs_more_often_than_room_would_cost_is_warned_once(rows, monkeypatch):
     monkeypatch.setattr(room, "LITTLE", 0)  # else so few rows are all kept
-    report._warn.cache_clear()
+    window_run._warn.cache_clear()
     args = jnp.ones((12, 32, 32)) / 32, jnp.ones((rows, 32))
     step = lambda: jax.eval_shape(ga.value_and_grad(centred, 8), *args)  # noqa: E731
     told = [sum("With residual_bytes=" in x for x in warned(step)) for _ in range(2)]
@@ -225,7 +226,7 @@ def test_who_runs_more_often_than_room_would_cost_is_warned_once(rows, monkeypat
 def test_an_old_jax_says_once_in_the_log_what_it_cannot_do(
     has_refs, optimize, caplog, monkeypatch
 ):
-    monkeypatch.setattr(in_place, "HAS_REFS", has_refs)
+    monkeypatch.setattr(micro_step, "HAS_REFS", has_refs)
     caplog.set_level("INFO", "ga_optax")
     log_what_is_missing.cache_clear()
     for _ in range(2):
@@ -261,7 +262,7 @@ def failures(key, error):
 
 
 def test_a_rule_that_fails_is_said_once_and_the_value_is_right(monkeypatch):
-    monkeypatch.setattr(notes, "_failed", set())
+    monkeypatch.setattr(held, "_failed", set())
     [said] = failures("cumsum", TypeError("cumsum got an axis more"))
     assert "The rule of ga_optax for cumsum failed" in said
     assert f"with jax {jax.__version__}" in said
@@ -397,21 +398,21 @@ def test_an_error_is_the_users_if_their_code_is_innermost_but_for_jax(tmp_path):
 
     ours = failing(TypeError("ours"))
     theirs = failing(TypeError("theirs"), str(tmp_path / "site-packages" / "a.py"))
-    assert not places.is_of_user(error_of(ours))
-    assert not places.is_of_user(error_of(lambda: jax.jit(ours)(1.0)))
-    assert places.is_of_user(error_of(theirs))
-    assert places.is_of_user(error_of(lambda: jax.vmap(theirs)(W)))
-    assert places.is_of_user(error_of(lambda: jnp.sin("a")))  # a wrong call of JAX
+    assert not about.is_of_user(error_of(ours))
+    assert not about.is_of_user(error_of(lambda: jax.jit(ours)(1.0)))
+    assert about.is_of_user(error_of(theirs))
+    assert about.is_of_user(error_of(lambda: jax.vmap(theirs)(W)))
+    assert about.is_of_user(error_of(lambda: jnp.sin("a")))  # a wrong call of JAX
 
 
 # -- Calls that are not divided --------------------------------------------------------
 
 STATIONS = {
-    "partition": (rows, "partition"),
-    "schedule": (window, "prepared"),
-    "run": (window, "run"),
-    "the loop": (backward, "arrival"),
-    "loop": (additions, "choose"),
+    "partition": (calls_rows, "partition"),
+    "schedule": (engine, "plan_window"),
+    "run": (engine, "run_window"),
+    "the loop": (levels, "arrival"),
+    "loop": (loop, "choose_additions"),
 }
 
 
@@ -463,7 +464,7 @@ def test_a_rule_that_fails_by_itself_raises_as_for_jax_and_only_if_it_is_needed(
     monkeypatch,
 ):
     """`xlogy` of integers has a value, and no derivative."""
-    monkeypatch.setattr(notes, "_failed", set())
+    monkeypatch.setattr(held, "_failed", set())
 
     def fun(w, x):
         return jnp.mean(xlogy(jnp.int32(x > 0), x**2 + w**2))

@@ -9,7 +9,7 @@ import pytest
 from helpers import mean_of, normal, off
 
 import ga_optax as ga
-from ga_optax._loop.in_place import HAS_REFS
+from ga_optax._loop.micro_step import HAS_REFS
 
 OPTIMIZE = [True, False]
 BATCH = 16

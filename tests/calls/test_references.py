@@ -7,7 +7,7 @@ import pytest
 from helpers import error, mean_of, normal, off
 
 import ga_optax as ga
-from ga_optax._passes import references
+from ga_optax._passes import about
 
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion", "fast_compilation"),
@@ -67,8 +67,8 @@ def test_a_loss_with_references_has_the_gradient_of_the_whole_batch(loss, monkey
     bound = 100 * X.size * np.finfo(np.float32).eps
     assert error(loss, 4, W, X) < bound
     # The twin: each equation over a reference by itself.
-    monkeypatch.setattr(references, "grouped", lambda jaxpr: jaxpr)
-    monkeypatch.setattr(references, "is_group", lambda equation: False)
+    monkeypatch.setattr(about, "references_grouped", lambda jaxpr: jaxpr)
+    monkeypatch.setattr(about, "is_reference_group", lambda equation: False)
     with pytest.raises((AssertionError, AttributeError)):  # the oldest jax raises
         assert error(loss, 4, W, X) < 100 * bound
 

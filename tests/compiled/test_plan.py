@@ -14,8 +14,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax._compiled import plan, sizes
-from ga_optax._loop import in_place
+from ga_optax._compiled import plan as compiled_plan
+from ga_optax._loop import micro_step
 
 CANDIDATES = (1, 2, 4, 8, 16, 32, 64)
 NAME = jax.default_backend()
@@ -131,7 +131,7 @@ def test_what_is_odd_about_a_need_is_said(limit, changes, answer, said, capsys):
 def test_a_limit_is_bytes_or_a_string_with_a_unit():
     given = [np.int64(7), 0.9 * 1000, "1.5MiB", "16GB", ".5KiB", "1024"]
     due = [7, 900, 3 * 2**19, 16 * 10**9, 512, 1024]
-    assert list(map(sizes.parse_bytes, given)) == due
+    assert list(map(compiled_plan.parse_bytes, given)) == due
 
 
 def test_what_no_candidate_can_do_is_an_error_with_its_cause():
@@ -162,11 +162,11 @@ def test_the_limit_is_that_of_the_smallest_device(monkeypatch):
 def test_the_total_is_taken_where_it_is_reported():
     """On TPUs the parts are more than what libtpu reserves."""
     memory = memory_of(900)
-    assert plan.temporaries(memory) == 900
+    assert compiled_plan.temporaries(memory) == 900
     # It is 0 of a GPU's program that comes from a cache.
     for total, due in ((800, 800 - 60 - 10), (0, 900)):
         memory.total_allocation_bytes = total
-        assert plan.temporaries(memory) == due
+        assert compiled_plan.temporaries(memory) == due
 
 
 def test_the_page_names_the_leaves_that_are_added_in_place_and_why_others_are_not():
@@ -182,7 +182,7 @@ def test_the_page_names_the_leaves_that_are_added_in_place_and_why_others_are_no
     why = "no scan runs over the parameter itself: XLA reuses the buffer"
     due = ["added in place: leaf ['layers']"]
     due += [f"not added in place ({why}): leaf ['head']"]
-    if not in_place.HAS_REFS:
+    if not micro_step.HAS_REFS:
         why = f"jax {jax.__version__} is older than 0.11.1"
         due = [f"not added in place ({why}): leaf ['head'], leaf ['layers']"]
     page = " ".join(str(plan).split())
@@ -192,10 +192,10 @@ def test_the_page_names_the_leaves_that_are_added_in_place_and_why_others_are_no
 
 def test_a_note_of_some_candidates_names_them():
     def candidate(k, *notes):
-        return plan.Candidate(k, notes=notes)
+        return compiled_plan.Candidate(k, notes=notes)
 
     some = candidate(1), candidate(2, "of both"), candidate(4, "of both", "of one")
-    page = str(plan.Plan(2, 8, 2**30, some, ())).splitlines()
+    page = str(compiled_plan.Plan(2, 8, 2**30, some, ())).splitlines()
     assert page[-2:] == ["of both", "num_microbatches=4: of one"]
 
 

@@ -16,7 +16,7 @@ import jax.scipy as jsp
 import optax
 from corpus.harness import arguments, over_micro_batches, partitioned
 
-from ga_optax._passes import read
+from ga_optax._passes import jaxprs
 
 MODULES = {
     "jax.numpy": jnp,
@@ -148,7 +148,7 @@ def off(fun):
         due = fun(*args)
     except Exception:  # Any: it does not take that, which shows when it runs.
         return worst
-    equations = read.equations(jax.make_jaxpr(fun)(*args).jaxpr)
+    equations = jaxprs.equations(jax.make_jaxpr(fun)(*args).jaxpr)
     types = {x.aval.dtype for e in equations for x in e.outvars}
     is_coarse = not types.isdisjoint(map(jnp.dtype, ("float32", "complex64")))
     bound = 2.0**10 * jnp.finfo(jnp.float32).eps if is_coarse else 1e-9

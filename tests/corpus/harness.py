@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from corpus.rules import D
 
-from ga_optax._partition import PARTIAL, WHOLE, Argument, Axis, Rows, partition, table
+from ga_optax._partition import partitioned as partition_partitioned
+from ga_optax._partition.held import PARTIAL, WHOLE, Axis, Rows
+from ga_optax._partition.partitioned import Argument, partition
 from ga_optax._passes.rowwise import READ
 
 N, K = 12, 3
@@ -177,7 +179,7 @@ def noted(found):
 @contextlib.contextmanager
 def with_rules(change):
     """The table with `change(key, rule)` in the place of each rule, or without it."""
-    rules = table.RULES
+    rules = partition_partitioned.RULES
 
     def linear(w, e, vs):
         rule = change(f"linear {e.primitive.name}", rules.linear)
@@ -188,7 +190,9 @@ def with_rules(change):
         return {name: rule for name, rule in new.items() if rule}
 
     new = {key: each(getattr(rules, key)) for key in ("known", "nested")}
-    with mock.patch.object(table, "RULES", rules._replace(linear=linear, **new)):
+    with mock.patch.object(
+        partition_partitioned, "RULES", rules._replace(linear=linear, **new)
+    ):
         yield
 
 

@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ga_optax import rowwise
-from ga_optax._passes import read
+from ga_optax._passes import jaxprs
 from ga_optax._passes.primitives import TABLE
 
 D = 6
@@ -529,7 +529,7 @@ _IS_HERE = {
     "one_minus_square": hasattr(lax, "one_minus_square_p"),
     "polynomial": hasattr(lax, "polynomial_p"),
     "call_hi_primitive": any(
-        e.primitive.name == "call_hi_primitive" for e in read.equations(_SEARCHED)
+        e.primitive.name == "call_hi_primitive" for e in jaxprs.equations(_SEARCHED)
     ),
 }
 NEW = [name for name, is_here in _IS_HERE.items() if not is_here]

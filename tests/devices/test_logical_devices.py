@@ -13,7 +13,7 @@ from test_devices import WHOLE
 
 import ga_optax as ga
 from ga_optax import accumulator
-from ga_optax._loop import fences
+from ga_optax._loop import micro_step
 
 L, WIDTH, ROWS = 8, 8, 32
 
@@ -125,7 +125,7 @@ def test_a_loop_over_logical_devices_is_not_compiled_as_one_function(monkeypatch
     (first, _), (second, text) = (compiled(twice, n, 3, 3) for n in (L, 4))
     assert first == second
     assert "xla_cpu_small_call" not in text
-    monkeypatch.setattr(fences, "next_count", accumulator.increment)
+    monkeypatch.setattr(micro_step, "next_count", accumulator.increment)
     (first, _), (second, text) = (compiled(twice, n, 3, 3) for n in (L, 4))
     assert "xla_cpu_small_call" in text  # the twin
     if jax.__version_info__ >= (0, 11):  # before, these have the same bits by chance

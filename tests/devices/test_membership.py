@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ga_optax import value_and_grad
-from ga_optax._devices import membership
+from ga_optax._devices import collectives
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
@@ -54,7 +54,7 @@ def test_a_jax_without_registrations_splits_into_neighbours_and_says_so(monkeypa
     from jax.interpreters import mlir
 
     monkeypatch.delattr(mlir, "register_lowering")
-    cached = membership.can_wait, membership._operations
+    cached = collectives.split_can_wait, collectives._operations
     for one in cached:
         one.cache_clear()
     try:

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax._loop import loss as loop
+from ga_optax._loop import micro_step
 
 # -- bfloat16: gradients are rounded once, also where rows meet and on a mesh ----------
 #
@@ -146,7 +146,7 @@ def test_gradients_are_rounded_in_the_accumulator_alone(fun, place, monkeypatch)
     # They are not exact in bfloat16.
     assert not exact(jax.tree.map(lambda x: np.asarray(x, NARROW), want), want)
     # The twin: rounded in each micro-batch, and in what is computed once.
-    monkeypatch.setattr(loop.LossProgram, "low_precision", False)
+    monkeypatch.setattr(micro_step.LossProgram, "low_precision", False)
     assert not exact(*gradients(fun, place))
 
 

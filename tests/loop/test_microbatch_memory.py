@@ -9,7 +9,7 @@ import pytest
 from helpers import mean_of, nbytes, temporaries
 
 import ga_optax as ga
-from ga_optax._loop.in_place import HAS_REFS
+from ga_optax._loop.micro_step import HAS_REFS
 
 LAYERS, WIDTH, HIDDEN, LENGTH = 12, 512, 2048, 64  # 8.4 MB a layer
 K, BATCH = 8, 32

@@ -10,7 +10,7 @@ import pytest
 
 import ga_optax as ga
 from ga_optax._devices import meshes
-from ga_optax._loop import in_place
+from ga_optax._loop import micro_step
 from ga_optax.testing import assert_trees_bitwise_equal
 
 ROWS, WIDTH, LAYERS, K = 512, 8, 2, 4
@@ -123,7 +123,7 @@ def exact(grads, batch):
 @pytest.mark.grid(3)
 @pytest.mark.parametrize("model", MODELS)
 def test_sums_over_rows_of_bfloat16_are_those_of_float32(model, monkeypatch):
-    if model == "cast_before" and not in_place.HAS_REFS:
+    if model == "cast_before" and not micro_step.HAS_REFS:
         pytest.skip("all layers in float32 take twice the memory if added outside")
     loss, (params, batch) = losses_of(MODELS[model]), draw(MODELS[model])
 
@@ -224,7 +224,7 @@ def test_products_that_share_an_operand_are_fenced_on_gpus(wrap, dtype, scans, s
         return jnp.mean(wide(h) ** 2)
 
     args = [jnp.ones((3, 8, 8) if scans else (8, 8))] * 3, jnp.ones((8, 8))
-    stays_narrow = scans and dtype == NARROW and not in_place.HAS_REFS
+    stays_narrow = scans and dtype == NARROW and not micro_step.HAS_REFS
     found = barriers_of_gpus(helpers.mean_of(loss, 2), *args)
     assert found == (3 if shares and not stays_narrow else 0)
 
@@ -282,7 +282,7 @@ def test_a_product_of_triton_is_added_after_it_and_no_other_sum(
 
     w = {"matrix": jnp.ones((3, 8, 8)), "scale": jnp.ones((3, 8))}
     step = ga.value_and_grad(loss, 2)
-    due = fences if in_place.HAS_REFS else 0
+    due = fences if micro_step.HAS_REFS else 0
     assert barriers_of_gpus(step, w, jnp.ones((32, 8))) == due
     # If the compiler may distribute it, it has to take reductions past the addition.
     monkeypatch.undo()

@@ -10,7 +10,7 @@ from helpers import in_calls, mean_of, normal
 
 import ga_optax as ga
 from ga_optax import accumulator
-from ga_optax._loop import fences
+from ga_optax._loop import micro_step
 from ga_optax.testing import assert_trees_bitwise_equal
 
 K = 4
@@ -192,7 +192,7 @@ def test_without_the_fences_logistic_regression_differs(monkeypatch):
 
     assert agree(loss)
     monkeypatch.setattr(accumulator, "rounded", lambda x, zero: x)
-    monkeypatch.setattr(fences, "fusion_barrier", lambda tree: tree)
-    monkeypatch.setattr(fences, "next_count", accumulator.increment)
-    monkeypatch.setattr(fences, "single_step", scan)
+    monkeypatch.setattr(micro_step, "fusion_barrier", lambda tree: tree)
+    monkeypatch.setattr(micro_step, "next_count", accumulator.increment)
+    monkeypatch.setattr(micro_step, "single_step", scan)
     assert not agree(loss)

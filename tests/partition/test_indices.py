@@ -21,7 +21,7 @@ from jax.extend.core import Literal
 from jax.lax import GatherScatterMode
 
 from ga_optax._partition.writer import Writer
-from ga_optax._passes import read
+from ga_optax._passes import jaxprs
 
 pytestmark = pytest.mark.usefixtures("fast_compilation", "float64")
 SORTED = {"indices_are_sorted": True}
@@ -86,8 +86,8 @@ def used(jaxpr, consts, args, found):
         xs = values(e.invars)
         if e.primitive.name == "gather" or e.primitive.name.startswith("scatter"):
             found.append((e, xs[1]))
-        if read.kind(e) == "call":
-            [inside] = read.inner(e)
+        if jaxprs.kind(e) == "call":
+            [inside] = jaxprs.inner(e)
             out = used(inside.jaxpr, inside.consts, xs, found)
         else:
             out = e.primitive.bind(*xs, **e.params)
@@ -227,7 +227,7 @@ def test_a_pick_of_each_row_needs_no_other_row(seed):
     fun, args = drawn_pick(seed), arguments()
     closed, part = partitioned(fun, args)
     assert not part.failures
-    assert "rows" not in {x for e in part.jaxpr.eqns for x in read.axes_of(e)}
+    assert "rows" not in {x for e in part.jaxpr.eqns for x in jaxprs.axes_of(e)}
     # In float64: sums of at most some hundred terms.
     assert off(joined(of_each(closed, part, *args), part, closed), fun(*args)) < 1e-10
     if (due := whole_derivative(fun, args)) is not None:

@@ -11,8 +11,8 @@ from jax.interpreters import mlir
 from jax.lax import pmean
 
 import ga_optax as ga
-from ga_optax._partition import kernels, splits
-from ga_optax._passes import read
+from ga_optax._partition import splits
+from ga_optax._passes import jaxprs
 
 pl = pytest.importorskip("jax.experimental.pallas")
 pltpu = pytest.importorskip("jax.experimental.pallas.tpu")
@@ -194,9 +194,9 @@ def test_one_that_asks_in_a_branch_is_computed_whole():
 def test_the_numbers_of_one_that_is_split_all_the_same_are_wrong(name, monkeypatch):
     loss, condition = KERNELS[name]
     if condition == "_depends":
-        monkeypatch.setattr(kernels, "_depends", lambda *_: False)
+        monkeypatch.setattr(splits, "_depends", lambda *_: False)
     else:  # Any index map that is no constant goes along the rows.
-        monkeypatch.setattr(kernels, "_moves", lambda b, d, x, *_: x is None or x.any())
+        monkeypatch.setattr(splits, "_moves", lambda b, d, x, *_: x is None or x.any())
     assert computed_whole(loss, *FEW) == set()
     assert not error(loss, K, *FEW) < BOUND
 
@@ -380,7 +380,9 @@ def traced(loss):
     """With how many rows cuDNN is called, there and back, and what is whole."""
     args = arguments()
     closed = jax.make_jaxpr(ga.value_and_grad(loss, K))(*args)
-    calls = [e for e in read.equations(closed.jaxpr) if "attention" in e.primitive.name]
+    calls = [
+        e for e in jaxprs.equations(closed.jaxpr) if "attention" in e.primitive.name
+    ]
     assert {e.primitive.name for e in calls} == {*CALLS}
     [shape] = {e.invars[0].aval.shape for e in calls}
     assert shape[1:] == SHAPE[1:]

@@ -31,15 +31,16 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax._partition import WHOLE, Rows, cutting, table
-from ga_optax._passes import divided
+from ga_optax._partition import partitioned as partition_partitioned
+from ga_optax._partition.held import WHOLE, Rows
+from ga_optax._passes import equation
 from ga_optax._passes.primitives import TABLE
 
 pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation", "float64")
 # In float64: of at most some hundred terms, conditioned no worse than 1e4.
 BOUND = 1e-10
 WRONG = 1e-6
-RULES = table.RULES
+RULES = partition_partitioned.RULES
 
 CASES = CASES | {f"linear {name}": [case] for name, case in LINEAR.items()}
 
@@ -89,10 +90,12 @@ def test_every_primitive_of_the_table_has_a_case():
     there |= {f"linear {name}" for name in there}
     # Kernels, calls that say how they split: test_kernels. microbatch: test_anywhere.
     # value_and_grad: test_derivatives.
-    there |= {"pallas_call", "custom_partitioning", divided.NAME, divided.WRITTEN}
+    there |= {"pallas_call", "custom_partitioning", equation.NAME, equation.WRITTEN}
     there |= {f"dot_product_attention_{way}_wrapper" for way in ("fwd", "bwd")}
     assert keys - there == set(CASES)
-    assert {cutting._OPEN[name] for name in CUT} == set(cutting._OPEN.values())
+    assert {partition_partitioned._OPEN[name] for name in CUT} == set(
+        partition_partitioned._OPEN.values()
+    )
 
 
 def without(key):
@@ -186,7 +189,7 @@ def test_a_rule_that_gives_something_else_is_found(key):
 
 @of_each_key(CUT, 3)
 def test_rows_computed_from_those_of_something_else_are_found(monkeypatch, key):
-    args, rule = arguments(), cutting._OPEN[key]
+    args, rule = arguments(), partition_partitioned._OPEN[key]
     functions = [seen(CUT[key], view) for view in VIEWS]
 
     def right():
@@ -197,10 +200,10 @@ def test_rows_computed_from_those_of_something_else_are_found(monkeypatch, key):
         return x if x is None else other_rows(x, rows.dim)
 
     assert all(right())
-    monkeypatch.setitem(cutting._OPEN, key, broken)
+    monkeypatch.setitem(partition_partitioned._OPEN, key, broken)
     assert any(is_wrong(fun, args) for fun in functions)
     # And without a rule they are cut from all.
-    monkeypatch.delitem(cutting._OPEN, key)
+    monkeypatch.delitem(partition_partitioned._OPEN, key)
     assert all(right())
 
 

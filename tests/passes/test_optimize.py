@@ -9,7 +9,7 @@ from helpers import bits, mean_of, plain_scan, python
 from helpers import squares as loss
 
 import ga_optax as ga
-from ga_optax._passes import read
+from ga_optax._passes import jaxprs
 
 W = jnp.full((3, 3), 0.1)
 X = jnp.arange(24.0).reshape(8, 3) / 24
@@ -18,7 +18,7 @@ X = jnp.arange(24.0).reshape(8, 3) / 24
 def names(fun, *args):
     """The primitives of a program and of its loop, with how often."""
     jaxpr = jax.make_jaxpr(fun)(*args).jaxpr
-    return collections.Counter(e.primitive.name for e in read.equations(jaxpr))
+    return collections.Counter(e.primitive.name for e in jaxprs.equations(jaxpr))
 
 
 FENCES = {

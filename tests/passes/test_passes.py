@@ -16,12 +16,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax._loop import in_place
-from ga_optax._passes import interpret, log, probe, read, table, transformable
+from ga_optax._loop import micro_step
+from ga_optax._passes import about, equation, jaxprs, table
 from ga_optax.testing import assert_trees_bitwise_equal
 
 K, DEVICES, ROWS, WIDTH, LAYERS = 2, 2, 4, 4, 3
-HAS_REFS = pytest.mark.skipif(not in_place.HAS_REFS, reason="before jax 0.11.1")
+HAS_REFS = pytest.mark.skipif(not micro_step.HAS_REFS, reason="before jax 0.11.1")
 
 
 def arguments():
@@ -37,7 +37,7 @@ def scanned(w, x, layer=lambda h, w: jnp.tanh(h @ w)):
 
 
 def notes_of(loss, *args, make=ga.value_and_grad):
-    with log.recorded() as lines:
+    with about.recordings() as lines:
         jax.make_jaxpr(make(loss, K))(*args)
     return lines
 
@@ -103,7 +103,7 @@ def test_checkify_sees_into_the_loop(jits, monkeypatch):
     assert error(ga.value_and_grad(loss, K)) == expected
     # The twin: without a rule it sees what comes out of the loop, and not inside.
     rules = sys.modules[checkify.checkify.__module__].error_checks
-    monkeypatch.delitem(rules, transformable._primitive())
+    monkeypatch.delitem(rules, equation._primitive())
     assert error(ga.value_and_grad(loss, K)) != expected
 
 
@@ -238,7 +238,7 @@ def gradients(example, **options):
 def example(one):
     """Of a pass."""
     found = EXAMPLES[one.name]
-    if found.refs and not in_place.HAS_REFS:
+    if found.refs and not micro_step.HAS_REFS:
         pytest.skip("before jax 0.11.1")
     return found
 
@@ -250,9 +250,9 @@ def doubling(one):
         jaxpr, consts = one.change(program, facts)
         old, *rest = jaxpr.outvars
         new = type(jaxpr.invars[0])(old.aval)
-        more = interpret.traced(lambda x: x + x, [old], new, jaxpr.eqns[-1])
+        more = jaxprs.traced(lambda x: x + x, [old], new, jaxpr.eqns[-1])
         eqns = [*jaxpr.eqns, *more]
-        return read.Program(jaxpr.replace(eqns=eqns, outvars=[new, *rest]), consts)
+        return jaxprs.Program(jaxpr.replace(eqns=eqns, outvars=[new, *rest]), consts)
 
     return change
 
@@ -281,7 +281,7 @@ def test_every_pass_equals_the_call_without_it(one, example, monkeypatch):
 def test_every_pass_says_what_it_leaves_alone_and_where(one, example):
     def said(loss):
         fun = example.make(loss, K, **example.options)
-        with log.recorded() as lines:
+        with about.recordings() as lines:
             jax.make_jaxpr(fun)(*arguments())
         return [line for line in lines if line.startswith(f"The pass {one.name!r}")]
 
@@ -331,21 +331,21 @@ def test_a_pass_that_fails_is_left_out_with_one_warning(broken, said, monkeypatc
 @pytest.fixture
 def next_jax():
     """What is found out about JAX once is found out anew."""
-    probe.usable.cache_clear()
+    about.usable.cache_clear()
     yield
-    probe.usable.cache_clear()
+    about.usable.cache_clear()
 
 
 def primitive(name):
     [found] = {
         e.primitive
-        for e in read.equations(probe._probe_program())
+        for e in jaxprs.equations(about._probe_program())
         if e.primitive.name == name
     }
     return found
 
 
-RENAMED = [name for name in probe.PARAMETERS if name != "broadcast_in_dim"]
+RENAMED = [name for name in about.PARAMETERS if name != "broadcast_in_dim"]
 
 
 @pytest.mark.usefixtures("next_jax")
@@ -353,7 +353,7 @@ RENAMED = [name for name in probe.PARAMETERS if name != "broadcast_in_dim"]
 def test_a_primitive_of_another_name_ends_in_the_plain_loop(name, monkeypatch):
     args = arguments()
     plain = text_of(bfloat16_layers, *args, optimize=False)
-    probe.usable.cache_clear()
+    about.usable.cache_clear()
     monkeypatch.setattr(primitive(name), "name", f"{name}_2")
     with pytest.warns(UserWarning, match="lacks.*optimize=False"):
         got = text_of(bfloat16_layers, *args)
@@ -369,21 +369,21 @@ def test_without_a_registration_nothing_is_added_in_place(monkeypatch):
     with helpers.by_hand():
         expected = jax.jit(ga.value_and_grad(scanned, K))(*args)
     monkeypatch.delattr(mlir, "register_lowering")
-    transformable._primitive.cache_clear()
+    equation._primitive.cache_clear()
     try:
         with pytest.warns(UserWarning, match="in place.*optimize=False"):
             got = jax.jit(ga.value_and_grad(scanned, K))(*args)
     finally:
-        transformable._primitive.cache_clear()
+        equation._primitive.cache_clear()
     assert_trees_bitwise_equal(got, expected)
 
 
 def test_this_jax_is_as_known_and_nothing_is_registered_at_import():
-    assert probe.differences() == []
+    assert about.differences() == []
     code = (
         "import ga_optax\n"
-        "from ga_optax._passes import probe, transformable\n"
-        "for made in (probe.usable, transformable._primitive):\n"
+        "from ga_optax._passes import about, equation\n"
+        "for made in (about.usable, equation._primitive):\n"
         "    assert made.cache_info().currsize == 0\n"
     )
     run = helpers.python("-c", code)
@@ -408,9 +408,9 @@ CONTEXTS = {
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_this_jax_is_as_known_in_any_context_of_the_first_call(context):
     with CONTEXTS[context]():
-        assert probe.differences() == []
+        assert about.differences() == []
         found = []
-        jax.eval_shape(lambda x: found.append(probe.differences()) or x, np.ones(2))
+        jax.eval_shape(lambda x: found.append(about.differences()) or x, np.ones(2))
         assert found == [[]]
 
 

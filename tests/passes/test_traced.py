@@ -10,7 +10,7 @@ from jax.interpreters import ad
 import ga_optax as ga
 from ga_optax import accumulator
 from ga_optax._partition import nested
-from ga_optax._passes import interpret, read
+from ga_optax._passes import jaxprs
 
 LAYERS, WIDTH = 6, 4
 
@@ -87,9 +87,9 @@ def test_jax_runs_the_rules_of_alike_layers_on_one_program(name, monkeypatch):
     def programs(number):
         args = [jnp.ones(4)] * number, jnp.ones((8, 4))
         step = jax.make_jaxpr(ga.value_and_grad(loss, 2))(*args)
-        loops = [e for e in read.equations(step.jaxpr) if e.primitive.name == "scan"]
+        loops = [e for e in jaxprs.equations(step.jaxpr) if e.primitive.name == "scan"]
         every = [e for loop in loops for e in loop.params["jaxpr"].eqns]
-        found = [e.params["jaxpr"] for e in every if read.is_inline(e)]
+        found = [e.params["jaxpr"] for e in every if jaxprs.is_inline(e)]
         return len({id(getattr(x, "jaxpr", x)) for x in found}), len(found)
 
     (few, calls), (many, more) = map(programs, (2, 7))
@@ -141,14 +141,14 @@ def test_products_that_are_alike_are_traced_once_and_are_one_function(
     dtype, monkeypatch
 ):
     leaf, traced = jax.ShapeDtypeStruct((3, 3), dtype), []
-    once = interpret.traced
-    monkeypatch.setattr(interpret, "traced", lambda *a: traced.append(1) or once(*a))
+    once = jaxprs.traced
+    monkeypatch.setattr(jaxprs, "traced", lambda *a: traced.append(1) or once(*a))
     plain = of_a_leaf(plain_scan(terms, K, jnp.float32), leaf)
     # A mean in bfloat16 is rounded once, where the sum of all rows is.
     more = 1.3 if dtype == jnp.bfloat16 else 1.0
     assert of_a_leaf(ga.value_and_grad(terms, K), leaf) <= more * plain
     assert len(traced) == 2  # of two programs
     # The twin has no name for what they have in common.
-    monkeypatch.setattr(read, "key_of", lambda *_: object())
+    monkeypatch.setattr(jaxprs, "key_of", lambda *_: object())
     assert of_a_leaf(ga.value_and_grad(terms, K), leaf) > 1.2 * plain
     assert len(traced) == 2 + 24 + 8

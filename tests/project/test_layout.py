@@ -1,4 +1,4 @@
-"""The folders of the package: who imports whom, and how large things are.
+"""The folders of the package: who imports whom, and how much there is to read.
 
     python tests/project/test_layout.py    # lines by folder
 
@@ -11,8 +11,11 @@ import graphlib
 import io
 import pathlib
 import re
+import sys
 import tokenize
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import ga_optax
@@ -53,19 +56,24 @@ def modules():
     return found
 
 
-def imports(tree, names):
-    """The modules of ours that one imports, those inside of functions included."""
+def imports(module, tree, names):
+    """The modules of ours that `module` imports, those inside of functions included."""
+    is_package = any(name.startswith(f"{module}.") for name in names)
+    parts = ["ga_optax", *module.split(".")]
     wanted = []
     for node in ast.walk(tree):
         match node:
             case ast.Import():
                 wanted += [alias.name for alias in node.names]
-            case ast.ImportFrom():
-                assert node.level == 0, "imports are absolute"
-                wanted += [f"{node.module}.{alias.name}" for alias in node.names]
+            case ast.ImportFrom(level=0, module=name):
+                wanted += [f"{name}.{alias.name}" for alias in node.names]
+            case ast.ImportFrom(level=level, module=name):
+                above = parts[: len(parts) - level + is_package]
+                where = ".".join([*above, name] if name else above)
+                wanted += [f"{where}.{alias.name}" for alias in node.names]
             case ast.Call(args=[ast.Constant(str(name)), *_]):
                 if ast.unparse(node.func).endswith("import_module"):
-                    wanted.append(name)
+                    wanted.append(f"ga_optax{name}" if name[0] == "." else name)
     found = set()
     for name in wanted:
         package, _, name = name.partition(".")
@@ -80,7 +88,8 @@ def graph():
     """What each module imports of ours."""
     found = modules()
     return {
-        name: imports(ast.parse(text), found) - {name} for name, text in found.items()
+        name: imports(name, ast.parse(text), found) - {name}
+        for name, text in found.items()
     }
 
 
@@ -183,6 +192,18 @@ def test_imports_between_folders_point_one_way():
     graphlib.TopologicalSorter(edges).prepare()
 
 
+def test_imports_are_relative_so_that_another_package_may_hold_this_one():
+    """A copy works under any name (`tests/project/test_packaging.py`)."""
+    absolute = [
+        (module, node.lineno)
+        for module, text in modules().items()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ImportFrom)
+        and f"{node.module}.".startswith("ga_optax.")
+    ]
+    assert absolute == []
+
+
 def test_imports_stand_at_the_top():
     inside = [
         (module, name)
@@ -226,6 +247,75 @@ def test_the_root_is_small_no_function_long_and_no_private_one_takes_much():
     total, lengths, counts = measured()
     assert (too_many(lengths, 50), too_many(counts, 5)) == ([], [])
     assert total.total() > 5_000
+
+
+# -- How much a reader meets -----------------------------------------------------------
+
+PARAMS = {"a": jnp.ones((3, 5))}
+ROWS = {"x": jnp.ones((16, 3))}
+
+
+def mean(params, rows):
+    return ((rows["x"] @ params["a"]) ** 2).mean()
+
+
+def batch_norm(params, rows):
+    h = rows["x"] @ params["a"]
+    h = h - h.mean(0, keepdims=True)
+    h = h / jnp.sqrt((h**2).mean(0, keepdims=True) + 1e-3)
+    return (h**4).mean()
+
+
+def entered(loss):
+    """`(files, edges)` of a call of ours: an edge is a file that calls another.
+
+    A function of ours is called by the innermost function of ours around it: what JAX
+    calls for us between the two does not count.
+    """
+    edges = set()
+
+    def seen(frame, event, _):
+        name = frame.f_code.co_filename
+        if event != "call" or not name.startswith(f"{PACKAGE}/"):
+            return
+        caller = frame.f_back
+        while caller and not caller.f_code.co_filename.startswith(f"{PACKAGE}/"):
+            caller = caller.f_back
+        if caller and caller.f_code.co_filename != name:
+            edges.add((caller.f_code.co_filename, name))
+
+    step, before = jax.jit(ga_optax.value_and_grad(loss, 4)), sys.getprofile()
+    sys.setprofile(seen)
+    try:
+        jax.eval_shape(step, PARAMS, ROWS)
+    finally:
+        sys.setprofile(before)
+    return {file for edge in edges for file in edge}, edges
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("loss", "most_files", "most_edges"), [(mean, 24, 78), (batch_norm, 30, 115)]
+)
+def test_a_call_enters_few_files(loss, most_files, most_edges):
+    files, edges = entered(loss)
+    assert f"{PACKAGE}/_calls/engine.py" in files  # something was seen
+    assert (len(files) <= most_files, len(edges) <= most_edges) == (True, True), (
+        len(files),
+        len(edges),
+    )
+
+
+def test_files_are_few_and_none_is_long():
+    texts = modules()
+    assert len(texts) <= 70
+    lengths = {name: len(code_lines(text)) for name, text in texts.items()}
+    assert too_many(lengths, 450) == []
+    nodes = [node for text in texts.values() for node in ast.walk(ast.parse(text))]
+    statements = [x for x in nodes if isinstance(x, ast.Import | ast.ImportFrom)]
+    assert sum(x.end_lineno - x.lineno + 1 for x in statements) <= 970
+    names = collections.Counter(x.name for x in nodes if isinstance(x, ast.FunctionDef))
+    assert names["run"] <= 8  # other functions say what they do
 
 
 if __name__ == "__main__":

@@ -124,6 +124,25 @@ def test_tests_pass_against_the_wheel_with_its_source_gone(installed):
     assert re.search(r"\b\d\d+ passed", printed)
 
 
+@pytest.mark.slow
+def test_a_copy_inside_of_another_package_works(tmp_path):
+    inside = tmp_path / "trainer" / "_vendored" / "accumulation"
+    shutil.copytree(ROOT / "ga_optax", inside)
+    program = """
+import sys
+sys.modules["ga_optax"] = None  # the copy must not need it
+import jax, jax.numpy as jnp, optax
+from trainer._vendored import accumulation as ga
+
+loss = lambda p, x: ((x * p - (x * p).mean()) ** 4).mean()
+got = jax.jit(ga.value_and_grad(loss, 2))(2.0, jnp.arange(4.0))
+tx = ga.MultiSteps(optax.sgd(0.1), 2)
+ga.apply_gradients(tx, jnp.ones([]), tx.init(jnp.ones([])), jnp.ones([]))
+print(bool(jnp.allclose(got[1], jax.grad(loss)(2.0, jnp.arange(4.0)))))
+"""
+    assert succeed("-c", program, cwd=tmp_path, site=tmp_path) == "True\n"
+
+
 def type_check(program, site):
     pytest.importorskip("pyrefly", reason="types are checked with pyrefly")
     command = "-m", "pyrefly", "check", "--output-format", "min-text"

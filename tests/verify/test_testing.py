@@ -11,7 +11,7 @@ import pytest
 from helpers import says, squares
 
 from ga_optax import Cause, testing
-from ga_optax._verify.gradients import ulps
+from ga_optax._verify.measured import ulps
 
 SAME_BITS = testing.assert_trees_bitwise_equal
 DTYPES = ["float16", "bfloat16", "float32", "float64", "int8", "uint32", "bool"]

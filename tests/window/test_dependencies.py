@@ -6,8 +6,8 @@ import pytest
 from helpers import off
 
 import ga_optax as ga
-from ga_optax._window import room, runs
-from ga_optax._window import run as window
+from ga_optax._window import room, run
+from ga_optax._window import schedule as window_schedule
 
 K, N, D = 4, 16, 3
 W, X = jnp.ones(D), jnp.ones((N, D))
@@ -177,16 +177,14 @@ def test_what_runs_is_the_list_that_is_shown(fun, monkeypatch):
     lists = []
 
     def listed(schedule):
-        lists.append(list(runs.stages(schedule)))
+        lists.append(list(window_schedule.stages(schedule)))
         return lists[-1]
 
-    monkeypatch.setattr(window, "stages", listed)
+    monkeypatch.setattr(run, "stages", listed)
     jax.jit(ga.value_and_grad(fun, K))(W, X)
     [ran] = lists
     assert [x.name for x in ran] == list(of(fun))
     x = jnp.arange(N * D, dtype=jnp.float32).reshape(N, D) / N
     due = jax.grad(fun)(W, x)
-    monkeypatch.setattr(
-        window, "stages", lambda x: [y for y in ran if y.kind != "back"]
-    )
+    monkeypatch.setattr(run, "stages", lambda x: [y for y in ran if y.kind != "back"])
     assert off(jax.jit(ga.value_and_grad(fun, K))(W, x)[1], due) > 0.01  # the twin

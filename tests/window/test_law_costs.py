@@ -26,10 +26,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax._passes import read
-from ga_optax._window import run as window_run
-from ga_optax._window.meetings import is_collective
-from ga_optax._window.schedule import Level
+from ga_optax._calls import engine
+from ga_optax._passes import jaxprs
+from ga_optax._window.schedule import Level, is_collective
 
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion"),
@@ -328,9 +327,9 @@ KEPT_ANYWAY = {("decoder, spread", False): 1}
 @pytest.mark.parametrize(("name", "low"), PROMISED)
 def test_no_loop_keeps_or_computes_what_all_rows_share(name, low, monkeypatch):
     """But for a twentieth of the work of a loop, or a hundred operations."""
-    plans, prepared = [], window_run.prepared
-    record = lambda *given: plans.append(prepared(*given)) or plans[-1]  # noqa: E731
-    monkeypatch.setattr(window_run, "prepared", record)
+    plans, planned = [], engine.plan_window
+    record = lambda *given: plans.append(planned(*given)) or plans[-1]  # noqa: E731
+    monkeypatch.setattr(engine, "plan_window", record)
     case = CASES[name]
     fun, *args = compare.in_dtype(case, LOW) if low else case
     ga.batch_dependencies(fun, compare.K)(*args)
@@ -340,10 +339,10 @@ def test_no_loop_keeps_or_computes_what_all_rows_share(name, low, monkeypatch):
         assert len(without_rows(plan, kept)) == KEPT_ANYWAY.get((name, low), 0)
         for level in range(1, schedule.end + 1):
             run, _ = schedule.needed(schedule.roots(level), Level(level))
-            dear = [e for e in run if not read.is_cheap(e)]
+            dear = [e for e in run if not jaxprs.is_cheap(e)]
             shared = [e for e in dear if without_rows(plan, e.outvars) == e.outvars]
-            little = max(100, sum(map(read.work, run)) / 20)
-            assert sum(map(read.work, shared)) <= little
+            little = max(100, sum(map(jaxprs.work, run)) / 20)
+            assert sum(map(jaxprs.work, shared)) <= little
 
 
 def test_what_needs_no_rows_is_computed_once_after_the_loop():
@@ -351,7 +350,7 @@ def test_what_needs_no_rows_is_computed_once_after_the_loop():
         found = 0
         for e in jaxpr.eqns:
             length = e.params["length"] if e.primitive.name == "scan" else 1
-            inside = sum(map(times, read.inner_programs(e)))
+            inside = sum(map(times, jaxprs.inner_programs(e)))
             found += (e.primitive.name == "eigh") + length * inside
         return found
 
@@ -568,5 +567,5 @@ def test_layers_that_are_alike_are_functions_that_are_called(monkeypatch):
 
     once = lines()
     # The twin: each level is traced by itself.
-    monkeypatch.setattr(read, "form", lambda jaxpr: object())
+    monkeypatch.setattr(jaxprs, "form", lambda jaxpr: object())
     assert lines() > 2 * once

@@ -11,7 +11,7 @@ from helpers import error, temporaries
 from helpers import mean_of as by_themselves
 
 import ga_optax as ga
-from ga_optax._window import room, split_scans
+from ga_optax._window import flat, room
 
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion", "fast_compilation"),
@@ -42,22 +42,22 @@ def test_a_scan_has_the_value_and_gradients_of_the_whole_batch(body, how):
 
 
 def another_iteration(monkeypatch):
-    stacked = split_scans.SplitScan._stacked
+    stacked = flat.SplitScan._stacked
     roll = lambda *args: jnp.roll(stacked(*args), 1, 0)  # noqa: E731
-    monkeypatch.setattr(split_scans.SplitScan, "_stacked", roll)
+    monkeypatch.setattr(flat.SplitScan, "_stacked", roll)
 
 
 def always_forwards(monkeypatch):
-    scanned = split_scans._scanned
+    scanned = flat._scanned
     monkeypatch.setattr(
-        split_scans,
+        flat,
         "_scanned",
         lambda scan, *rest: scanned(scan._replace(reverse=False), *rest),
     )
 
 
 def without_marks(monkeypatch):
-    monkeypatch.setattr(split_scans, "checkpoint_name", lambda x, name: x)
+    monkeypatch.setattr(flat, "checkpoint_name", lambda x, name: x)
 
 
 @pytest.mark.parametrize(
@@ -86,13 +86,13 @@ def lines(layers):
 
 def in_the_open(monkeypatch):
     """Iterations stand one after the other."""
-    find = split_scans.SplitScan._find_parts
+    find = flat.SplitScan._find_parts
 
     def found(self, graph):
         find(self, graph)
         self.unrolled.update(self.part.values())
 
-    monkeypatch.setattr(split_scans.SplitScan, "_find_parts", found)
+    monkeypatch.setattr(flat.SplitScan, "_find_parts", found)
 
 
 def test_a_program_has_as_many_lines_at_any_length(monkeypatch):

@@ -1,43 +1,58 @@
-"""Micro-batches, each by itself, in one `jax.lax.scan`: `accumulate`.
+"""`accumulate`: micro-batches, each by itself, in one `jax.lax.scan`.
 
     acc  +  Σ wᵢ · jax.grad(fun)(params, micro-batch i)
 
-Any grouping of the same micro-batches into calls gives the same bits. See
-`_devices.membership` for the rows of each micro-batch. On one device rows are
-neighbours: a
-batch that was drawn with `ga_optax.data`'s `window_indices` and flattened is split
-along that function's own rows, and calls over the halves of a batch continue one
-another.
+First the function and its checks, then the program of one micro-batch.
 """
 
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
 from jax.typing import ArrayLike
 
-from ga_optax import accumulator
-from ga_optax._calls.batches import argument, is_key, line, named_batch
-from ga_optax._calls.call import Call
-from ga_optax._calls.micro_batch import traced
-from ga_optax._calls.options import Argument, Options
-from ga_optax._calls.region import WHOLE, ManualAxisError, gradients, over_mesh
-from ga_optax._calls.results import put_together
-from ga_optax._calls.words import explains_keywords, warns_outside_jit
-from ga_optax._checks import (
-    check_arrays,
-    check_gradients,
-    check_no_types,
-    check_on_device,
-    named_leaves,
+from .. import _checks, accumulator
+from .._devices import meshes
+from .._devices.meshes import DataAxis
+from .._loop import micro_step
+from .._loop.loop import run_loop
+from .._loop.micro_step import DeviceContext, LossProgram, Operands, run_passes
+from .._passes import about, jaxprs
+from ..accumulator import Accumulator, as_weight
+from .batches import argument, is_key, named_batch, to_pass
+from .call import (
+    Call,
+    check_carry,
+    explains_keywords,
+    put_together,
+    taken_apart,
+    warns_outside_jit,
 )
-from ga_optax._checks import is_key as is_one_key
-from ga_optax._devices import meshes
-from ga_optax._devices.data_axis import DataAxis
-from ga_optax._loop.run import run
-from ga_optax.accumulator import Accumulator
+from .options import Argument, Options
+from .rows import (
+    REPLICATED,
+    ManualAxisError,
+    check_not_reduced,
+    errors_explained,
+    over_mesh,
+    specs_of_gradients,
+)
+
+# == `accumulate` ======================================================================
+# Micro-batches, each by itself, in one `jax.lax.scan`: `accumulate`.
+#
+#     acc  +  Σ wᵢ · jax.grad(fun)(params, micro-batch i)
+#
+# Any grouping of the same micro-batches into calls gives the same bits. See
+# `_devices.collectives` for the rows of each micro-batch. On one device rows are
+# neighbours: a batch that was drawn with `ga_optax.data`'s `window_indices` and
+# flattened is split along that function's own rows, and calls over the halves of a
+# batch continue one another.
 
 
 @explains_keywords
@@ -159,8 +174,8 @@ def accumulate(
 def _added(call: Call, acc: Accumulator, merges: bool) -> tuple[Any, Accumulator]:
     """The micro-batches of a call, added to an accumulator: loss, carry and aux."""
     where = call.where()
-    step, operands, (of_carry, of_aux) = traced(call, where, acc)
-    out = run(step, operands, where, begins=False, merges=merges)
+    step, operands, (of_carry, of_aux) = traced_micro_batch(call, where, acc)
+    out = run_loop(step, operands, where, begins=False, merges=merges)
     loss, *leaves = out.results
     value = loss, of_carry.unflatten(out.carry), of_aux.unflatten(leaves)
     total = jax.tree.structure(call.params).unflatten(out.acc.total)
@@ -171,11 +186,13 @@ def _added(call: Call, acc: Accumulator, merges: bool) -> tuple[Any, Accumulator
 
 def _over_mesh(call: Call, acc: Accumulator) -> tuple[Any, Accumulator]:
     """The micro-batches of a call at top level with a data axis, merged once a call."""
-    of_acc = Accumulator(gradients(call), WHOLE, WHOLE)
+    of_acc = Accumulator(specs_of_gradients(call), REPLICATED, REPLICATED)
     # Stacks differ between devices; all other results are the same on all devices.
     split = meshes.split_spec(call.devices.axes)
-    of_aux = jax.tree.map(lambda x: split if x == "stack" else WHOLE, call.options.aux)
-    results = (WHOLE, WHOLE, of_aux), of_acc
+    of_aux = jax.tree.map(
+        lambda x: split if x == "stack" else REPLICATED, call.options.aux
+    )
+    results = (REPLICATED, REPLICATED, of_aux), of_acc
     try:
         return over_mesh(call, _merged, (acc, of_acc), results=results, check_vma=True)
     except ManualAxisError:
@@ -209,7 +226,7 @@ def _check_continues(call: Call, acc: Any) -> None:
             "The first argument must be the accumulator to continue, but it is of "
             f"type {type(acc).__name__}. Start with accumulator.init(params)."
         )
-    check_no_types("acc", acc)
+    _checks.check_no_types("acc", acc)
     devices, axis = call.devices, call.options.data_axis
     specs = [] if axis is None else [axis.param_specs, axis.grad_specs]
     other = devices.each or devices.logical or any(x is not None for x in specs)
@@ -221,9 +238,11 @@ def _check_continues(call: Call, acc: Any) -> None:
             "value_and_grad, or call accumulate at top level; or gather the "
             "parameters once before the window, and pass a name alone."
         )
-    check_gradients(acc.total, call.params, name="the parameters", expected="acc.total")
-    check_on_device("acc.total", acc.total)
-    for name, _ in named_leaves(call.params):
+    _checks.check_gradients(
+        acc.total, call.params, name="the parameters", expected="acc.total"
+    )
+    _checks.check_on_device("acc.total", acc.total)
+    for name, _ in _checks.named_leaves(call.params):
         if _REPLACED in name:
             raise ValueError(
                 "accumulate must get gradients, which it adds up, but for "
@@ -233,9 +252,9 @@ def _check_continues(call: Call, acc: Any) -> None:
 
 
 def _check_keys(place: Argument, tree: Any) -> None:
-    check_arrays(argument(place), tree, "Pass PRNG keys alone.")
-    for name, leaf in named_leaves(tree):
-        if not is_one_key(leaf):
+    _checks.check_arrays(argument(place), tree, "Pass PRNG keys alone.")
+    for name, leaf in _checks.named_leaves(tree):
+        if not _checks.is_key(leaf):
             shape, dtype = jnp.shape(leaf), jnp.result_type(leaf)
             raise ValueError(
                 "rng_argnums and rng_argnames must name PRNG keys, or trees of them, "
@@ -255,8 +274,8 @@ def _check_no_keys(call: Call) -> None:
             )
 
     for place in call.without_role:
-        todo = f"Pass keys by themselves, and {line(call, 'rng_argnums', place)}."
-        for name, leaf in named_leaves(call.at(place)):
+        todo = f"Pass keys by themselves, and {to_pass(call, 'rng_argnums', place)}."
+        for name, leaf in _checks.named_leaves(call.at(place)):
             check(f"{name} of {argument(place)}", leaf, todo)
     for (name, leaf), axis in zip(named_batch(call), call.batch_axes, strict=True):
         if axis is None:
@@ -268,7 +287,7 @@ def _check_carry(call: Call) -> None:
     # At top level with sync="each" no data axis is ever bound, and it threads.
     if not call.devices.axes or call.devices.by_compiler:
         return
-    for name, leaf in named_leaves(call.role("carry_argnums")):
+    for name, leaf in _checks.named_leaves(call.role("carry_argnums")):
         if is_key(leaf):
             raise TypeError(
                 "With a data_axis the carry must hold numbers to average, but "
@@ -293,3 +312,131 @@ def _check_weight_fn(call: Call) -> None:
             f"weight_fn must take the batch arguments, {names},{and_aux} by position, "
             f"but it takes {signature}: {error}. Give it one parameter for each."
         ) from None
+
+
+# == The program of one micro-batch ====================================================
+
+
+def traced_micro_batch(
+    call: Call, where: DeviceContext, acc: Accumulator
+) -> tuple[LossProgram, Operands, tuple[Any, Any]]:
+    """`fun` of one micro-batch; raises if what it returns does not fit.
+
+    Returns: its program; the arrays of the loop over all of them; the structures of the
+    carry and of the aux.
+    """
+    options, batch = call.options, call.split(call.devices.distributed)
+    params, _, keys, carry = (list(call.leaves(role).values()) for role in call.roles)
+    first = [x[0] for x in batch]
+    arguments = params, first, keys, carry
+    run = about.in_name_of(options.fun, _micro_batch(call, first[0]))
+    trace = jax.make_jaxpr(run, return_shape=True)
+    with errors_explained(call):
+        closed, shapes = trace(*arguments)
+    devices = call.devices
+    closed = closed.replace(
+        jaxpr=about.constraints_without(closed.jaxpr, devices.bound)
+    )
+    # The types of the results say over which devices they vary; their shapes do not.
+    avals = [variable.aval for variable in closed.jaxpr.outvars]
+    loss, weight, new, aux = jax.tree.unflatten(jax.tree.structure(shapes), avals)
+
+    def aux_of_twice() -> Any:
+        pairs = zip(first, call.split_axes, strict=True)
+        more = [jnp.concatenate([x, x], axis) for x, axis in pairs]
+        return trace(params, more, keys, carry)[1][-1]
+
+    rows = first[0].shape[call.split_axes[0]]
+    of_aux = micro_step.folds_of(options.aux, aux, rows, aux_of_twice)
+    check_not_reduced(call, loss)
+    multiplies = weight is not None and _multiplies(call, closed, arguments)
+    program = jaxprs.Program(closed.jaxpr, closed.consts)
+    optimize = options.optimize
+    (jaxpr, consts), arrivals = run_passes(program, where, multiplies, optimize)
+    step = LossProgram(
+        jaxpr=jaxprs.without_values(jaxpr),
+        results=[loss, *jax.tree.leaves(aux)],
+        folds=["mean", *of_aux],
+        weighted=weight is not None,
+        varying=tuple(sorted({*devices.bound, *meshes.varying(weight)})),
+        multiplies=multiplies,
+        arrivals=arrivals,
+        optimize=optimize,
+    )
+    params, carry = call.params_of(jaxpr), list(map(micro_step.strong, carry))
+    real: Any = options.num_real_microbatches
+    real = None if real is None else jnp.asarray(real, jnp.int32)
+    operands = Operands(consts, params, batch, keys, carry, devices.flat(acc), real)
+    return step, operands, (jax.tree.structure(new), jax.tree.structure(aux))
+
+
+def _micro_batch(call: Call, x: jax.Array) -> Callable[..., Any]:
+    """`fun` of one micro-batch, of which `x` is the first leaf: what is traced."""
+    options, weight_fn = call.options, call.options.weight_fn
+    numbers = [n for role in call.roles for n in call.leaves(role)]
+
+    def micro_batch(*leaves: list[Any]) -> Any:
+        one = call.with_leaves(
+            dict(zip(numbers, itertools.chain(*leaves), strict=True))
+        )
+        whole, weight = one.role("batch_argnums"), None
+        try:
+            if weight_fn is not None and not options.has_aux:
+                weight = as_weight(weight_fn(*whole), float)
+            out = options.fun(*one.args, **one.kwargs)
+        except Exception as error:
+            axis, whole = call.split_axes[0], jnp.shape(call.batch[0])
+            error.add_note(
+                f"ga_optax called fun with one of {call.num_parts} micro-batches: the "
+                f"first leaf of the batch has shape {jnp.shape(x)}, split along axis "
+                f"{axis} of {whole}. batch_argnums and batch_axes say what is split; "
+                "all else goes whole."
+            )
+            raise
+        loss, carry, aux = taken_apart(options, out)
+        check_carry(call.role("carry_argnums"), carry)
+        if weight_fn is not None and options.has_aux:
+            weight = as_weight(weight_fn(*whole, aux), float)
+        return loss, weight, carry, aux
+
+    return micro_batch
+
+
+def _multiplies(call: Call, closed: core.ClosedJaxpr, arguments: Any) -> bool:
+    """True if weights must multiply gradients, and not the cotangent of the loss."""
+    loss: Any = closed.jaxpr.outvars[0].aval
+    if jnp.finfo(loss.dtype).bits < 32 or not call.options.optimize:
+        return True
+    return not _scales(closed, *arguments)
+
+
+def _scales(closed: core.ClosedJaxpr, params: list[Any], *rest: Any) -> bool:
+    """True if a factor of the loss's cotangent only scales the gradients.
+
+    A custom rule may clip or quantise cotangents. And float16 and float8 overflow at
+    weights that count tokens. So the dtypes are read from the backward pass, which has
+    casts and rules (`jax.custom_jvp`) that the loss does not show.
+    """
+    if about.side_effects(closed.jaxpr).nonlinear_backward:
+        return False
+
+    def backward(params: list[Any], *rest: Any) -> Any:
+        def loss_of(*params: Any) -> jax.Array:
+            return jaxprs.results(closed, [*params, *jax.tree.leaves(rest)])[0]
+
+        loss, pullback = jax.vjp(loss_of, *params)
+        return pullback(micro_step.varying_like(jnp.ones_like(loss), loss))
+
+    return all(
+        equation.params.get("exponent_bits", 8) >= 8
+        and all(map(_is_wide, (*equation.invars, *equation.outvars)))
+        for equation in jaxprs.equations(jax.make_jaxpr(backward)(params, *rest).jaxpr)
+    )
+
+
+def _is_wide(variable: Any) -> bool:
+    """True if a variable has the exponents of float32, or is not floating."""
+    dtype = getattr(variable.aval, "dtype", np.dtype(np.int32))
+    return not jnp.issubdtype(dtype, jnp.floating) or (
+        jnp.finfo(dtype).maxexp >= jnp.finfo(jnp.float32).maxexp
+    )

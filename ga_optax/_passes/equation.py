@@ -1,39 +1,43 @@
-"""A function over micro-batches as one equation, and the derivatives of that equation.
+"""A function over micro-batches as one equation of JAX, with its derivatives.
 
-    divided           xs -> fun(*xs), at all rows
-    tangent           (xs, ts) -> the tangents of the results
-    gradient          (xs, cts) -> the cotangents of some xs
+    divided(xs)  =  fun(xs);   its tangent is divided, too, and so is the transpose
 
-All three are functions over micro-batches themselves, so one primitive serves them. Its
-derivative is a tangent; the transpose of a tangent is a gradient, which runs `fun` once
-more. If one scalar alone moves, its gradient comes with its value instead: the tangent
-is Σ gradient · t, and nothing runs twice. All other transformations, such as another
-derivative, JAX applies to the plain function.
-
-An equation may come with a program that exists already, such as that of
-`value_and_grad`: then the program runs, and the equation gives its derivatives.
+And a primitive for loops with references, which JAX cannot transform: it runs the loop,
+and is transformed as the plain program.
 """
 
 import dataclasses
 import functools
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import checkify
 from jax.extend import core
+from jax.interpreters import ad, batching, mlir, partial_eval
 
-from ga_optax._devices import collectives, meshes
-from ga_optax._passes import (
-    interpret,
-    known,
-    primitives,
-    read,
-    references,
-    rewrite,
-    transformable,
-)
+from .._devices import collectives, meshes
+from . import about, jaxprs, primitives
+
+# == One equation over micro-batches ===================================================
+# A function over micro-batches as one equation, and the derivatives of that equation.
+#
+#     divided           xs -> fun(*xs), at all rows
+#     tangent           (xs, ts) -> the tangents of the results
+#     gradient          (xs, cts) -> the cotangents of some xs
+#
+# All three are functions over micro-batches themselves, so one primitive serves them.
+# Its derivative is a tangent; the transpose of a tangent is a gradient, which runs
+# `fun` once more. If one scalar alone moves, its gradient comes with its value instead:
+# the tangent is Σ gradient · t, and nothing runs twice. All other transformations, such
+# as another derivative, JAX applies to the plain function.
+#
+# An equation may come with a program that exists already, such as that of
+# `value_and_grad`: then the program runs, and the equation gives its derivatives.
 
 NAME, WRITTEN = "ga_optax_microbatch", primitives.GRADIENTS
 Flat = Callable[..., list[Any]]
@@ -100,7 +104,7 @@ class Divided:
     results: Sequence[Any]
     axes: tuple[int | None, ...]
     of: Tangent | Gradient | None = None
-    traced: read.Program | None = None
+    traced: jaxprs.Program | None = None
     size: int | None = None
     exact: bool = False
 
@@ -134,20 +138,20 @@ class Divided:
         return f"{self.name} over {self.number} micro-batches"
 
     @functools.cached_property
-    def program(self) -> read.Program:
+    def program(self) -> jaxprs.Program:
         """The program of all rows."""
-        return self.traced or interpret.program_of(self.flat, *self.types)
+        return self.traced or jaxprs.program_of(self.flat, *self.types)
 
     @functools.cached_property
-    def silent(self) -> read.Program:
+    def silent(self) -> jaxprs.Program:
         """The program without callbacks, for derivatives: these must not call again."""
         program = self.program
-        return program._replace(jaxpr=rewrite.silent(program.jaxpr))
+        return program._replace(jaxpr=jaxprs.silent(program.jaxpr))
 
     def run_silently(self, *xs: Any) -> list[Any]:
         """The results of the function, without callbacks."""
         same = self.silent.jaxpr is self.program.jaxpr
-        return self.flat(*xs) if same else interpret.results(self.silent, xs)
+        return self.flat(*xs) if same else jaxprs.results(self.silent, xs)
 
     @functools.cached_property
     def axes_of_results(self) -> Sequence[int | None]:
@@ -157,8 +161,8 @@ class Divided:
     def bind(self, xs: Sequence[Any], program: Any = None) -> list[Any]:
         """The results over micro-batches, by a program if there is one already."""
         if program is None:
-            return _primitive(NAME).bind(*xs, function=self)
-        return _primitive(WRITTEN).bind(*xs, function=self, program=program)
+            return _divided_primitive(NAME).bind(*xs, function=self)
+        return _divided_primitive(WRITTEN).bind(*xs, function=self, program=program)
 
     def _with(self, **new: Any) -> "Divided":
         """Another function over the same micro-batches."""
@@ -188,12 +192,12 @@ class Divided:
     def read(self, operands: Iterable[int]) -> tuple[int, ...]:
         """The operands that the function reads, among some."""
         jaxpr = self.program.jaxpr
-        return tuple(i for i in operands if read.num_readers(jaxpr, jaxpr.invars[i]))
+        return tuple(i for i in operands if jaxprs.num_readers(jaxpr, jaxpr.invars[i]))
 
     def moved(self, moving: tuple[int, ...]) -> tuple[int, ...]:
         """The results that have tangents if some operands have tangents."""
         smooth = _depending(self.program.jaxpr, moving)
-        smooth = tuple(i for i in smooth if read.is_inexact(self.results[i]))
+        smooth = tuple(i for i in smooth if jaxprs.is_inexact(self.results[i]))
         if len(smooth) < 2:
             return smooth
         # A loop, or a function, may return results without tangents beside others.
@@ -204,7 +208,7 @@ class Divided:
     def tangent(self, moving: tuple[int, ...], smooth: tuple[int, ...]) -> "Divided":
         """The tangents of `smooth` results, for tangents of the `moving` operands."""
         return self._with(
-            flat=transformable.pushed(self.run_silently, moving, smooth),
+            flat=pushed(self.run_silently, moving, smooth),
             types=(*self.types, *(self.types[i] for i in moving)),
             results=tuple(self.results[i] for i in smooth),
             axes=(*self.axes, *(self.axes[i] for i in moving)),
@@ -220,8 +224,8 @@ class Divided:
         """
         if not self.exact:
             return None
-        silent = core.jaxpr_as_fun(program.replace(jaxpr=rewrite.silent(program.jaxpr)))
-        return jax.make_jaxpr(transformable.pushed(silent, moving, smooth))(*xs)
+        silent = core.jaxpr_as_fun(program.replace(jaxpr=jaxprs.silent(program.jaxpr)))
+        return jax.make_jaxpr(pushed(silent, moving, smooth))(*xs)
 
     def gradient(self, of: Gradient) -> "Divided":
         """The gradient of the function."""
@@ -232,7 +236,7 @@ class Divided:
             xs, cts = both[:n], list(both[n:])
 
             def of_some(*some: Any) -> tuple[list[Any], list[Any]]:
-                out = of_all(*interpret.put(xs, of.wrt, some))
+                out = of_all(*jaxprs.put(xs, of.wrt, some))
                 return [out[i] for i in of.given], [out[i] for i in of.outs]
 
             some = [xs[i] for i in of.wrt]
@@ -294,11 +298,11 @@ class Divided:
 
 def _read(closed: Any, axes: Sequence[int | None]) -> dict[str, Any]:
     """The fields of a `Divided` that depend on its program alone."""
-    jaxpr = references.grouped(rewrite.without_constants(closed.jaxpr))
-    program = read.Program(jaxpr)
+    jaxpr = about.references_grouped(jaxprs.without_constants(closed.jaxpr))
+    program = jaxprs.Program(jaxpr)
 
     def flat(*xs: Any) -> list[Any]:
-        return interpret.results(program, xs)
+        return jaxprs.results(program, xs)
 
     return {
         "flat": flat,
@@ -316,18 +320,18 @@ def sum_dtype(x: Any) -> Any:
 
 def _depending(jaxpr: core.Jaxpr, operands: Iterable[int]) -> list[int]:
     """The results of a program that depend on some of its operands."""
-    dependent = read.following(jaxpr, [jaxpr.invars[i] for i in operands])
-    return [i for i, x in enumerate(jaxpr.outvars) if read.is_among(x, dependent)]
+    dependent = jaxprs.following(jaxpr, [jaxpr.invars[i] for i in operands])
+    return [i for i, x in enumerate(jaxpr.outvars) if jaxprs.is_among(x, dependent)]
 
 
 # -- The primitives --------------------------------------------------------------------
 
 
 @functools.cache
-def _primitive(name: str) -> core.Primitive:
-    def run(*xs: Any, function: Divided, program: Any = None) -> list[Any]:
+def _divided_primitive(name: str) -> core.Primitive:
+    def impl(*xs: Any, function: Divided, program: Any = None) -> list[Any]:
         if program is not None:
-            return interpret.results(program, xs)
+            return jaxprs.results(program, xs)
         return function.runs(function, xs)
 
     def plain(function: Divided, program: Any = None) -> tuple[Flat, int]:
@@ -341,19 +345,21 @@ def _primitive(name: str) -> core.Primitive:
         if program is None:
             return params
         outs = [program.jaxpr.outvars[i] for i in kept]
-        jaxpr = read.live(program.jaxpr.replace(outvars=outs))
+        jaxpr = jaxprs.live(program.jaxpr.replace(outvars=outs))
         return params | {"program": program.replace(jaxpr=jaxpr)}
 
-    how = transformable.How(plain, _batched, _derived, run, _types)
-    new = transformable.primitive(name, how)
-    transformable.transposed(new, _transposed)
-    transformable.without_unused(new, only)
+    how = How(plain, _batched, _derived, impl, _types_of_results)
+    new = primitive(name, how)
+    transposed(new, _transposed)
+    without_unused(new, only)
     return new
 
 
-def _types(*types: Any, function: Divided, program: Any = None) -> tuple[Any, Any]:
+def _types_of_results(
+    *types: Any, function: Divided, program: Any = None
+) -> tuple[Any, Any]:
     if program is not None:
-        return _types_of_program(types, program), references.effects(program.jaxpr)
+        return _types_of_program(types, program), about.reference_effects(program.jaxpr)
     results = function.results
     if function.of is None or any(map(meshes.varying, types)):
         results = [x.aval for x in function.program.jaxpr.outvars]
@@ -367,11 +373,11 @@ def _effects(function: Divided) -> frozenset[Any]:
     other derivatives the function has called back; only rules inside may call again.
     """
     if (of := function.of) is None:
-        return references.effects(function.program.jaxpr)
+        return about.reference_effects(function.program.jaxpr)
     base = of.base.program.jaxpr
     with_value = isinstance(of, Gradient) and of.outs
-    effects = references.effects(base) if with_value else frozenset()
-    return effects | known.side_effects(base).of_rules
+    effects = about.reference_effects(base) if with_value else frozenset()
+    return effects | about.side_effects(base).of_rules
 
 
 def _types_of_program(types: Sequence[Any], program: Any) -> list[Any]:
@@ -379,7 +385,7 @@ def _types_of_program(types: Sequence[Any], program: Any) -> list[Any]:
     if list(map(meshes.varying, types)) == list(map(meshes.varying, program.in_avals)):
         return list(program.out_avals)
     run = core.jaxpr_as_fun(program)
-    return [x.aval for x in interpret.program_of(run, *types).jaxpr.outvars]
+    return [x.aval for x in jaxprs.program_of(run, *types).jaxpr.outvars]
 
 
 def _batched(
@@ -388,7 +394,7 @@ def _batched(
     # The function may communicate along the axis.
     names = {"axis_name": axis.name, "spmd_axis_name": axis.spmd_name}
     vmap = functools.partial(jax.vmap, axis_size=axis.size, **names)
-    xs = transformable.in_front(xs, dims)
+    xs = in_front(xs, dims)
     return function.batched(vmap, xs, [d is not None for d in dims], program)
 
 
@@ -412,7 +418,7 @@ def _derived(
         sum_of_all = functools.reduce(jnp.add, [paired(g, t) for g, t in pairs])
         tangents = [sum_of_all.astype(out[smooth[0]].dtype)]
     elif function.has_callbacks:  # A second run may return something else.
-        out, tangents = transformable.differentiated(function.flat, xs, moving, dots)
+        out, tangents = differentiated(function.flat, xs, moving, dots)
         tangents = [tangents[i] for i in smooth]
     else:
         out, tangents, both = function.bind(xs, program), [], [*xs, *dots]
@@ -444,6 +450,227 @@ def _transposed(
         types = [function.types[i] for i in linear]
         zeros = [jnp.zeros(x.shape, x.dtype) for x in types]
         given, wrt, base = cts, linear, function
-        operands = interpret.put(xs, linear, zeros)
+        operands = jaxprs.put(xs, linear, zeros)
     gradient = base.gradient(Gradient(base, tuple(wrt), tuple(given)))
     return gradient.bind([*operands, *cts.values()])
+
+
+# == Loops with references =============================================================
+# A program with references, which is transformed as a plain one that does the same.
+#
+# References can be neither batched nor differentiated. No custom rule of JAX serves all
+# of batching, forward and reverse mode, and allows references; so this is a primitive.
+# It runs as the program with references, and JAX batches, differentiates and checks
+# (`checkify`) the plain program.
+
+Run = Callable[[Any], Any]
+
+
+def with_rules_of(plain: Run, run: Run) -> Run:
+    """`run`, which JAX transforms as if it were `plain`; both take one tree.
+
+    The result is `plain`, with a warning, if this version of JAX lacks the interfaces.
+    """
+
+    def bound(tree: Any) -> Any:
+        primitive = _primitive()
+        if primitive is None:
+            return plain(tree)
+        flat, structure = jax.tree.flatten(tree)
+        program, shapes = jax.make_jaxpr(run, return_shape=True)(tree)
+
+        def flat_plain(*args: jax.Array) -> list[jax.Array]:
+            return jax.tree.leaves(plain(jax.tree.unflatten(structure, args)))
+
+        types = tuple(program.out_avals)
+        out = primitive.bind(*flat, program=program, plain=flat_plain, types=types)
+        return jax.tree.unflatten(jax.tree.structure(shapes), out)
+
+    return bound
+
+
+@functools.cache
+def _primitive() -> core.Primitive | None:
+    """The primitive, registered at the first use; None if this JAX cannot do so."""
+    try:
+        return _registered()
+    except Exception as error:  # Any: what JAX will change is not known.
+        warnings.warn(
+            f"ga_optax adds no gradients in place with jax {jax.__version__}: "
+            f"{type(error).__name__}: {error}. Results are the same and take more "
+            "memory. Use a newer ga_optax; optimize=False runs the plain loop without "
+            "this warning.",
+            stacklevel=2,
+        )
+        return None
+
+
+def _registered() -> core.Primitive:
+    def derived(args: Any, moved: Any, dots: Any, *, plain: Any, **_: Any) -> Any:
+        return differentiated(plain, args, moved, dots)
+
+    def batched(_: Any, args: Any, axes: Any, *, plain: Any, **__: Any) -> Any:
+        return jax.vmap(plain, in_axes=axes)(*args)
+
+    how = How(
+        lambda program, plain, **_: (plain, len(program.in_avals)),
+        batched,
+        derived,
+        types=lambda *args, types, **_: (types, core.no_effects),
+    )
+    return primitive(primitives.WINDOW, how)
+
+
+# -- Primitives of ours ----------------------------------------------------------------
+
+
+def _ran(*args: Any, program: Any, **_: Any) -> Any:
+    """The results of a primitive whose parameter `program` is its program."""
+    return core.jaxpr_as_fun(program)(*args)
+
+
+def _types(*_: Any, program: Any, **__: Any) -> tuple[Any, Any]:
+    """The types of the results of such a primitive, and the effects."""
+    return program.out_avals, program.effects
+
+
+class How(NamedTuple):
+    """The rules of a primitive, whose results are a list.
+
+    Attributes:
+      plain: takes the parameters; returns the plain function and the number of its
+        operands.
+      batched: takes an axis, operands and their axes; returns the results, all batched
+        along the first axis.
+      derived: takes operands, the numbers of those with tangents, and these tangents;
+        returns the results, and tangents by the number of the result.
+      run: takes operands, returns results; by default those of the parameter `program`.
+      types: the types of the results, and the effects; by default those of `program`.
+    """
+
+    plain: Callable[..., Any]
+    batched: Callable[..., Sequence[Any]]
+    derived: Callable[..., tuple[Any, dict[int, Any]]]
+    run: Callable[..., Any] = _ran
+    types: Callable[..., tuple[Any, Any]] = _types
+
+
+def primitive(name: str, how: How) -> core.Primitive:
+    """A new primitive with rules."""
+    new = core.Primitive(name)
+
+    def batched(axis: Any, xs: Any, dims: Any, **params: Any) -> tuple[Any, Any]:
+        if all(d is None for d in dims):
+            out = new.bind(*xs, **params)
+            return out, [None] * len(out)
+        out = how.batched(axis, xs, dims, **params)
+        return out, [0] * len(out)
+
+    def derived(xs: Any, dots: Any, **params: Any) -> tuple[Any, Any]:
+        moved = [i for i, t in enumerate(dots) if not isinstance(t, ad.Zero)]
+        out, tangents = how.derived(xs, moved, [dots[i] for i in moved], **params)
+        zeros = (ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out)
+        return out, [tangents.get(i, zero) for i, zero in enumerate(zeros)]
+
+    new.multiple_results = True
+    # Newer JAX lowers "high" primitives; those inside are lowered where `run` runs.
+    new.is_high = lambda *_, **__: False
+    new.def_impl(how.run)
+    new.def_effectful_abstract_eval(how.types)
+    mlir.register_lowering(
+        new, mlir.lower_fun(how.run, multiple_results=True), cacheable=False
+    )
+    batching.fancy_primitive_batchers[new] = batched
+    ad.primitive_jvps[new] = derived
+    checked(new, how.plain)
+    return new
+
+
+def in_front(xs: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
+    """Operands with their batched axis in front."""
+    pairs = zip(xs, dims, strict=True)
+    return [x if d is None else jnp.moveaxis(x, d, 0) for x, d in pairs]
+
+
+def differentiated(
+    fun: Callable[..., Any], xs: Sequence[Any], moved: Sequence[int], dots: Any
+) -> tuple[Any, dict[int, Any]]:
+    """The results of a function, and tangents by number, as in `How.derived`."""
+    some = [xs[i] for i in moved]
+    out, tangents = jax.jvp(jaxprs.of_some(fun, xs, moved), some, list(dots))
+    return out, dict(enumerate(tangents))
+
+
+def pushed(
+    fun: Callable[..., Any], moving: Sequence[int], smooth: Sequence[int]
+) -> Callable[..., list[Any]]:
+    """A function of operands and tangents of some; returns tangents of some results."""
+
+    def flat(*both: Any) -> list[Any]:
+        n = len(both) - len(moving)
+        tangents = differentiated(fun, both[:n], moving, both[n:])[1]
+        return [tangents[i] for i in smooth]
+
+    return flat
+
+
+def transposed(primitive: core.Primitive, rule: Callable[..., Sequence[Any]]) -> None:
+    """Gives a primitive a transpose.
+
+    `rule` takes the operands, the numbers of the linear ones, and the cotangents by the
+    number of the result; it returns the cotangents of the linear operands.
+    """
+
+    def every(cts: Any, *xs: Any, **params: Any) -> list[Any]:
+        linear = [i for i, x in enumerate(xs) if ad.is_undefined_primal(x)]
+        given = {i: ct for i, ct in enumerate(cts) if not isinstance(ct, ad.Zero)}
+        back = dict(zip(linear, rule(xs, linear, given, **params), strict=True))
+        return [back.get(i) for i in range(len(xs))]
+
+    ad.primitive_transposes[primitive] = every
+
+
+def checked(primitive: core.Primitive, plain: Callable[..., Any]) -> None:
+    """Has `checkify` check a primitive as its jitted `How.plain`."""
+    # The table of checks, which no public module names.
+    checks = sys.modules[checkify.checkify.__module__].error_checks
+
+    def rule(*args: Any, **params: Any) -> Any:
+        fun, number = plain(**params)
+        # Before the values, rules have arguments that differ between versions of JAX.
+        before, values = args[: len(args) - number], args[len(args) - number :]
+        closed: Any = jax.make_jaxpr(jax.jit(fun))(*values)
+        errors: list[Any] = []
+
+        def of_function(equation: core.JaxprEqn, values: list[Any]) -> Any:
+            check = checks[equation.primitive]
+            error, out = check(*before, *values, **equation.params)
+            errors.append(error)
+            return out
+
+        results = jaxprs.evaluate(closed, values, of_function)
+        [error] = errors
+        return error, results
+
+    checks[primitive] = rule
+
+
+def without_unused(primitive: core.Primitive, only: Callable[..., Any]) -> None:
+    """Has JAX leave out results of a primitive that nobody reads.
+
+    `only` takes the parameters of an equation, and the numbers of the results to keep;
+    it returns the parameters of the equation with these results alone.
+    """
+
+    def rule(used: list[bool], *more: Any) -> tuple[list[bool], Any]:
+        equation: core.JaxprEqn = more[-1]  # before it, newer JAX has more to say
+        every = [True] * len(equation.invars)
+        if all(used):
+            return every, equation
+        if not any(used) and not equation.effects:
+            return [False] * len(every), None
+        kept = [i for i, is_used in enumerate(used) if is_used]
+        outs, params = [equation.outvars[i] for i in kept], equation.params
+        return every, equation.replace(outvars=outs, params=only(**params, kept=kept))
+
+    partial_eval.dce_rules[primitive] = rule

@@ -1,31 +1,276 @@
-"""The report of the plan of a call: the meetings of rows, their cost, the levels."""
+"""Of the whole batch: `value_and_grad`, `microbatch`, `batch_dependencies`.
+
+    value_and_grad(fun, k)(params, batch)  =  jax.value_and_grad(fun)(params, batch)
+
+Each checks its arguments and goes through the stations of `engine`.
+"""
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.extend import core
+from jax.typing import DTypeLike
 
-from ga_optax._calls import advice, batches, engine, equation
-from ga_optax._calls.call import Call
-from ga_optax._calls.devices import DoesNotFitError
-from ga_optax._calls.engine import Scheduled
-from ga_optax._calls.options import Options
-from ga_optax._calls.results import returning_pair
-from ga_optax._calls.undivided import AllRows
-from ga_optax._calls.words import explains_keywords
-from ga_optax._checks import named_leaves
-from ga_optax._devices.data_axis import DataAxis
-from ga_optax._partition import Note
-from ga_optax._passes import places, read
-from ga_optax._passes.divided import Divided
-from ga_optax._text import ruled, wrap
-from ga_optax._window import describe
-from ga_optax._window.describe import DescribedLoop
-from ga_optax._window.report import Stored, WindowReport, report_of, room_sentence
+from .._checks import check_callable, named_leaves
+from .._devices.meshes import DataAxis
+from .._partition.held import Note
+from .._passes import about, jaxprs
+from .._passes.equation import Divided
+from .._text import ruled, wrap
+from .._window.run import (
+    DescribedLoop,
+    Stored,
+    WindowReport,
+    described_stages,
+    of_all_rows,
+    report_of,
+    room_sentence,
+    stages_of_loop,
+)
+from . import batches, engine, undivided
+from .batches import DoesNotFitError
+from .call import (
+    Call,
+    as_returned,
+    explains_keywords,
+    returning_pair,
+    warns_outside_jit,
+)
+from .engine import Scheduled
+from .options import Options
+from .undivided import AllRows
+
+# == `value_and_grad` ==================================================================
+
+
+@explains_keywords
+def value_and_grad(
+    fun: Callable[..., Any],
+    num_microbatches: int | None = None,
+    *,
+    microbatch_size: int | None = None,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    batch_argnums: int | Sequence[int] = 1,
+    batch_argnames: str | Sequence[str] = (),
+    batch_axes: Any = 0,
+    data_axis: str | Sequence[str] | DataAxis | None = None,
+    residual_bytes: int | None = None,
+    accumulator_dtype: DTypeLike | None = jnp.float32,
+    optimize: bool = True,
+) -> Callable[..., tuple[Any, optax.Updates]]:
+    """`jax.value_and_grad` over micro-batches: a big batch in a small one's memory.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import ga_optax as ga
+    >>> def loss(w, batch):
+    ...     error = (batch["x"] * w - batch["y"]) ** 2
+    ...     return jnp.sum(error * batch["mask"]) / jnp.sum(batch["mask"])
+    >>> mask = jnp.array([1, 1, 1, 0])
+    >>> batch = {"x": jnp.arange(4.0), "y": jnp.ones(4), "mask": mask}
+    >>> step = jax.jit(ga.value_and_grad(loss, num_microbatches=2))
+    >>> value, grad = step(jnp.float32(2.0), batch)
+    >>> print(value, grad)
+    3.6666667 4.6666665
+    >>> print(*jax.value_and_grad(loss)(jnp.float32(2.0), batch))
+    3.6666667 4.6666665
+
+    Value, gradients and aux are those of `jax.value_and_grad(fun)`, for any loss:
+    `fun` is traced once, at all rows, and its program is partitioned over micro-batches
+    as compilers partition programs over devices. Call it under `jax.jit`: outside,
+    every call compiles afresh.
+
+    **Cost.** If rows do not need one another, as in a mean, one loop: one forward and
+    one backward pass, the activations of one micro-batch, one gradient tree. Otherwise
+    also the values that rows exchange, more of the activations, and two, at most three,
+    forward passes; `batch_dependencies` shows the lines. Code that cannot be read is
+    computed whole. Compile time does not grow with the number of micro-batches. Pages:
+    "Any loss", "Memory", and "Devices" for `data_axis`.
+
+    **Exactness.** To rounding. Sums over micro-batches are taken in
+    `accumulator_dtype`, and gradients of bfloat16 models are rounded there alone. The
+    same bits each time that one program runs; for the same bits in every grouping of
+    micro-batches see `accumulate`. Page: "Exactness".
+
+    Args:
+      fun: a function like that of `jax.value_and_grad`, of any loss.
+      num_microbatches: how many, static. It must divide the rows (of each device), but
+        for one device and rows that do not meet: then the last one has the rest.
+      microbatch_size: in its place, how many rows (of each device) one of them has.
+      argnums: the positional arguments to differentiate with respect to.
+      has_aux: True if `fun` returns `(loss, aux)`. aux comes back as for all rows.
+      holomorphic: True if `fun` is holomorphic: loss and parameters are complex.
+      allow_int: True if parameters may hold integers, whose gradients are `float0`.
+      batch_argnums: the positional arguments that have rows.
+      batch_argnames: the keywords that have rows.
+      batch_axes: along which axis, as in `jax.vmap`: an int, None (whole), or a prefix
+        of the batch (of a tuple of several batch arguments, keywords last).
+      data_axis: the mesh axis, or a tuple of them, that split the batch over devices,
+        or a `DataAxis`. Sums are reduced once, after the loop. Also in `jax.shard_map`.
+      residual_bytes: how many bytes of activations a device may keep where rows meet,
+        so that less runs again. By default as many as one micro-batch's step takes
+        anyway, or 1 MiB; 0 keeps none. `plan` and the log say what is kept.
+      accumulator_dtype: see `accumulator.init`. The result has the parameters' dtypes.
+      optimize: False leaves out all passes on programs: the plain scan, and each
+        gradient added after its backward pass. `ga_optax.config` switches it for all
+        calls. Page: "Turn rewriting off".
+
+    Returns: a function with the result of `jax.value_and_grad(fun, argnums, has_aux)`.
+    Gradients lie in the memory of the device, also of parameters in that of the host.
+
+    Raises:
+      TypeError, ValueError: if an argument does not fit, before `fun` is traced; if
+        what `fun` returned does not fit, before anything runs.
+    """
+    options = Options(**locals()).checked()
+    of_pair = returning_pair(options)
+
+    @warns_outside_jit
+    @functools.wraps(fun)
+    def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        call = Call.of(of_pair, args, kwargs, hint=True)
+        value, grads = engine.value_and_grad(call, engine.of_micro_batch)
+        return as_returned(options, value), call.with_zeros(grads)
+
+    return value_and_grad_fun
+
+
+# == `microbatch` ======================================================================
+
+
+@explains_keywords
+def microbatch(
+    fun: Callable[..., Any],
+    num_microbatches: int | None = None,
+    *,
+    microbatch_size: int | None = None,
+    batch_argnums: int | Sequence[int] = 1,
+    batch_argnames: str | Sequence[str] = (),
+    batch_axes: Any = 0,
+    data_axis: str | Sequence[str] | DataAxis | None = None,
+    remat: bool | None = None,
+) -> Callable[..., Any]:
+    """`fun` and its derivatives, in the memory of a micro-batch, anywhere in a program.
+
+    >>> import jax, jax.numpy as jnp
+    >>> import ga_optax as ga
+    >>> def head(w, h, labels):  # the largest array of a language model
+    ...     logits = h @ w
+    ...     own = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
+    ...     return jnp.mean(jax.nn.logsumexp(logits, axis=1) - own)
+    >>> def loss(params, x, labels):
+    ...     h = jnp.tanh(x @ params["in"])
+    ...     in_four = ga.microbatch(head, 4, batch_argnums=(1, 2))
+    ...     return in_four(params["out"], h, labels)
+    >>> params = {"in": jnp.eye(2), "out": jnp.ones((2, 3)).at[0, 0].set(2.0)}
+    >>> x, labels = jnp.arange(16.0).reshape(8, 2) / 8, jnp.arange(8) % 3
+    >>> value, grads = jax.jit(jax.value_and_grad(loss))(params, x, labels)
+    >>> print(value, grads["out"][0])
+    1.1605648 [ 0.11849982 -0.09909287 -0.01940693]
+
+    For the logits of a language model, an MLP over a long sequence, attention over
+    queries, per-example work in pieces, metrics over a set that does not fit, and a
+    gradient function that is written already, `ga.microbatch(jax.value_and_grad(
+    loss), 8)`. What has rows need not be a batch: tokens, time steps and channels
+    serve as well, with `batch_axes`. For the loss of a training step use
+    `value_and_grad(loss, 8)`. Page: "Out of memory in the logits".
+
+    **Exactness.** `fun(*args)` to rounding, and so are `jax.grad`, `jax.vjp`,
+    `jax.jvp`, `jax.linearize`, derivatives of these, and `jax.vmap`, also with respect
+    to what `fun` closes over. Results with rows come back whole, in the order of the
+    rows; all others as they are. Gradients are added up in float32, and rounded once.
+
+    **Cost.** `fun` runs forward once. If one real scalar of what it returns is
+    differentiated, its gradient comes with the value, so nothing runs twice: the
+    matrix products of `fun` undivided. Otherwise `fun` runs forward once more on the
+    way back, which has the rows of the cotangent. Where rows meet it is as in
+    `value_and_grad`. `jax.jvp` runs a micro-batch and its tangent at a time. Second
+    derivatives are those of the gradient as one would write it, divided like any
+    function, and may take the memory of several micro-batches.
+
+    Args:
+      fun: any function that JAX can trace. It is traced once, for the whole batch.
+      num_microbatches: how many micro-batches, static, as for `value_and_grad`. In a
+        micro-batch of `value_and_grad` or `microbatch` they are those of its rows, on
+        one device: so many, or the most that divide them.
+      microbatch_size: in its place, how many rows one of them has.
+      batch_argnums: the positional arguments that have rows.
+      batch_argnames: the keywords that have rows.
+      batch_axes: as for `value_and_grad`.
+      data_axis: as for `value_and_grad`.
+      remat: True computes everything again on the way back, and keeps nothing for it;
+        False takes the gradient with the value, of one scalar. None: with the value
+        where that costs nothing, but not in float16, where a gradient that is not
+        scaled yet may vanish.
+
+    Returns:
+      A function with `fun`'s signature and result.
+
+    Raises:
+      TypeError, ValueError: if an argument does not fit, before `fun` is traced; with
+        remat=False, if what is differentiated is not one real scalar.
+    """
+    check_callable("fun", fun, "of the parameters and the batch", _TODO)
+    if not (remat is None or isinstance(remat, bool)):
+        raise TypeError(
+            f"remat must be True, False or None, but it is {remat!r}. Leave it out: "
+            "the gradient comes with the value where that costs nothing."
+        )
+    options = Options(
+        fun,
+        num_microbatches,
+        microbatch_size=microbatch_size,
+        argnums=(),
+        batch_argnums=batch_argnums,
+        batch_argnames=batch_argnames,
+        batch_axes=batch_axes,
+        has_aux=True,
+        data_axis=data_axis,
+        residual_bytes=0 if remat else None,
+        accumulator_dtype=jnp.float32,
+    ).checked(differentiates=False)
+
+    @functools.wraps(fun)
+    def microbatch_fun(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _by_position(fun, args, kwargs)
+        call = Call.of(options, args, kwargs, hint=True)
+        return engine.of_call(call, remat, options.microbatch_size)
+
+    return microbatch_fun
+
+
+_TODO = "Pass what is to run over micro-batches."
+
+
+def _by_position(
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments, by position where `fun` takes these by position."""
+    if not kwargs:
+        return args, kwargs
+    try:
+        signature = inspect.signature(fun)
+        bound = signature.bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return args, kwargs
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    places = [p for p in signature.parameters.values() if p.kind in kinds]
+    # A default fills a gap before the last argument that came, and nothing behind it.
+    while places and places[-1].name not in bound.arguments:
+        places.pop()
+    bound.arguments = {p.name: p.default for p in places} | bound.arguments
+    return bound.args, bound.kwargs
+
+
+# == `batch_dependencies` ==============================================================
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +348,7 @@ class BatchDependencies:
             return "\n".join(wrap(f"No row needs another: {passes}. {self._layout}"))
         rows = list(_rows((*self.meetings, *self.kept)))
         rows += [
-            (f"{name}, {how}: {nbytes:,} bytes", "", "", "", places.short(line))
+            (f"{name}, {how}: {nbytes:,} bytes", "", "", "", about.short_line(line))
             for how, notes in self._notes.items()
             for name, line, nbytes in dict.fromkeys(notes)
         ]
@@ -112,10 +357,15 @@ class BatchDependencies:
         end = f"In all: {passes}{room}."
         if self.more_room:
             end += " " + room_sentence(self.more_room)
-        todo = [*advice.of_primitives(self.whole), *[_DRAWN] * bool(self.drawn)]
+        todo = [
+            *undivided.advice_on_primitives(self.whole),
+            *[_DRAWN] * bool(self.drawn),
+        ]
         runs = self.forward_passes or self.backward_passes
         end = f"{end} {self._layout}" if runs else self._layout
-        texts = filter(None, (_LEGEND, *todo, end, advice.of_hidden(self.whole)))
+        texts = filter(
+            None, (_LEGEND, *todo, end, undivided.advice_on_hidden(self.whole))
+        )
         below = (line for text in texts for line in wrap(text))
         return "\n".join([*lines, "", *below])
 
@@ -188,7 +438,7 @@ def _rows(stored: Sequence[Stored]) -> Iterator[tuple[str, ...]]:
             _of_several(len(group), what),
             f"{sum(x.nbytes for x in group):,}",
             *map(str, runs),
-            places.short(line),
+            about.short_line(line),
         )
 
 
@@ -268,15 +518,15 @@ def batch_dependencies(
         notes, why, number, last = ([], [], []), "", 0, WindowReport(0, 1, 0, ())
         if isinstance(plan, AllRows):
             jaxpr, why = closed.jaxpr, plan.why
-            order = describe.of_all_rows(jaxpr, len(call.leaves("argnums")))
+            order = of_all_rows(jaxpr, len(call.leaves("argnums")))
         else:
             (micro_batch, program, operands, _), window = plan
             part, number = micro_batch.part, len(operands.batch[-1])
             jaxpr, notes = part.jaxpr, (part.whole, part.drawn, part.promised)
-            order = describe.of_loop(program, operands)
+            order = stages_of_loop(program, operands)
             if window is not None:
                 order, last = window.schedule, report_of(window.schedule)
-        stages = describe.listed(order, last.stored, number, call.size)
+        stages = described_stages(order, last.stored, number, call.size)
         if not last.levels:
             last = last._replace(backward=int(bool(stages[-1].goes_back)))
         kept = [x for x in last.stored if x.kind in ("residual", "shared")]
@@ -293,7 +543,7 @@ def batch_dependencies(
 
 def _pieces(jaxpr: core.Jaxpr) -> Iterator[tuple[str, int, int]]:
     """Each `microbatch` in a micro-batch: name, number of pieces, rows of a piece."""
-    for e in read.equations(jaxpr):
+    for e in jaxprs.equations(jaxpr):
         if isinstance(inner := e.params.get("function"), Divided):
             pairs = zip(inner.types, inner.axes, strict=True)
             rows = next(x.shape[d] for x, d in pairs if d is not None)
@@ -328,7 +578,7 @@ def _seen(call: Call) -> tuple[Scheduled | AllRows, Any]:
 
     def run(values: dict[int, Any]) -> None:
         new = call.with_leaves(values)._replace(sees=plans.append)
-        engine.value_and_grad(new, equation.of_micro_batch)
+        engine.value_and_grad(new, engine.of_micro_batch)
         if isinstance(plans[-1], AllRows):
             programs.append(engine.trace(new.on_device()).closed)
 

@@ -1,23 +1,34 @@
-"""Functions that read a program as JAX traces it.
+"""Programs as data: jaxprs, read, rewritten, run and traced.
 
-`core.Jaxpr` is data. This module alone knows the names of parameters that hold other
-programs, which change between versions of JAX.
+    run(program, xs)  =  run(rewritten(program), xs)
+
+The names of parameters that hold other programs change between versions of JAX, and are
+known here alone. Functions that read come first, then those that change a program, and
+those that run one or trace one.
 """
 
 import collections
+import contextlib
 import itertools
 import math
+import operator
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
+from jax.extend import core, source_info_util
 from jax.interpreters import partial_eval
 
-from ga_optax._passes import primitives
+from . import primitives
+
+# == Reading ===========================================================================
+# Functions that read a program as JAX traces it.
+#
+# `core.Jaxpr` is data. This module alone knows the names of parameters that hold other
+# programs, which change between versions of JAX.
 
 # Kinds of equations that run one program once, as if the program stood there itself.
 INLINE = ("call", "checkpoint")
@@ -334,7 +345,7 @@ def made_by(jaxpr: core.Jaxpr, variable: Any) -> core.JaxprEqn | None:
     return _index(jaxpr).made.get(variable) if is_variable(variable) else None
 
 
-def needed(
+def needed_for(
     jaxpr: core.Jaxpr,
     wanted: Iterable[Any],
     known: Callable[[Any], bool] = lambda x: False,
@@ -481,3 +492,244 @@ def _form_of(x: Any, without: Collection[str]) -> Any:
     except TypeError:
         return id(x)
     return x
+
+
+# == Rewriting =========================================================================
+
+
+def without_values(jaxpr: Any) -> core.Jaxpr:
+    """The program without the values of its constants, which newer JAX holds in it.
+
+    A program that is kept for later would keep tracers whose trace has ended.
+    """
+    consts = getattr(jaxpr, "consts", ())
+    return jaxpr.with_consts([None] * len(consts)) if consts else jaxpr
+
+
+def with_constants(jaxpr: core.Jaxpr, number: int) -> core.Jaxpr:
+    """The same program, whose first arguments, `number` of them, become constants."""
+    variables = [*jaxpr.constvars, *jaxpr.invars[:number]]
+    values = [None] * len(variables)
+    return closing_over(jaxpr, variables, values, jaxpr.invars[number:])
+
+
+def without_constants(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """The same program, whose constants are its first arguments."""
+    return closing_over(jaxpr, [], [], [*jaxpr.constvars, *jaxpr.invars])
+
+
+def closing_over(
+    jaxpr: core.Jaxpr, constants: Sequence[Any], values: Sequence[Any], invars: Any
+) -> core.Jaxpr:
+    """The same program with other constants and arguments."""
+    # In newer JAX a program holds the values of its constants, too.
+    more = {"consts": values} if hasattr(jaxpr, "consts") else {}
+    return jaxpr.replace(constvars=constants, invars=invars, **more)
+
+
+def silent(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """The program without equations that check or print, and return nothing."""
+    eqns = [silent_equation(e) for e in jaxpr.eqns if e.outvars or not acts(e)]
+    return jaxpr.replace(eqns=eqns, effects=_of_values(jaxpr))
+
+
+def silent_equation(equation: core.JaxprEqn) -> core.JaxprEqn:
+    """The equation without equations inside that check or print, and return nothing."""
+    if not acts(equation):
+        return equation
+    return with_inner(equation, silent).replace(effects=_of_values(equation))
+
+
+def _of_values(x: Any) -> Any:
+    return type(x.effects)(filter(is_of_values, x.effects))
+
+
+def unrounded(jaxpr: core.Jaxpr, results: Iterable[int]) -> core.Jaxpr:
+    """The program, some results of which come before they are rounded."""
+    outvars = list(jaxpr.outvars)
+    for i in results:
+        outvars[i] = roundings(jaxpr, outvars[i])[0]
+    return jaxpr.replace(outvars=outvars)
+
+
+def renamed(
+    equations: Iterable[core.JaxprEqn], known: Mapping[Any, Any]
+) -> list[core.JaxprEqn]:
+    """The equations, with other variables or literals in place of those in `known`."""
+    return [
+        e.replace(invars=rename(e.invars, known), outvars=rename(e.outvars, known))
+        for e in equations
+    ]
+
+
+def changed(
+    jaxpr: core.Jaxpr, change: Callable[[core.JaxprEqn], Iterable[core.JaxprEqn]]
+) -> core.Jaxpr:
+    """The program with new equations in place of each; itself if all stay the same."""
+    eqns = [new for equation in jaxpr.eqns for new in change(equation)]
+    same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
+    return jaxpr if same else jaxpr.replace(eqns=eqns)
+
+
+def rename(atoms: Iterable[Any], known: Mapping[Any, Any]) -> list[Any]:
+    """The atoms, with those in `known` replaced."""
+    return [x if isinstance(x, core.Literal) else known.get(x, x) for x in atoms]
+
+
+def with_inner(
+    equation: core.JaxprEqn, change: Callable[[core.Jaxpr], core.Jaxpr]
+) -> core.JaxprEqn:
+    """The equation with new programs inside; itself if all stay the same."""
+    programs = inner_programs(equation)
+    new = {id(program): change(program) for program in programs}
+    if all(new[id(program)] is program for program in programs):
+        return equation
+
+    def changed(x: Any) -> Any:
+        if not hasattr(x, "eqns"):
+            return x
+        program = getattr(x, "jaxpr", x)
+        return new[id(x)] if program is x else x.replace(jaxpr=new[id(program)])
+
+    params = {
+        key: tuple(map(changed, x)) if isinstance(x, tuple) else changed(x)
+        for key, x in equation.params.items()
+    }
+    return equation.replace(params=params)
+
+
+# == Running and tracing ===============================================================
+
+
+def program_of(fun: Callable[..., Any], *types: Any) -> Program:
+    """The program of a function, for arguments of these types."""
+    closed: Any = jax.make_jaxpr(fun)(*types)
+    return Program(closed.jaxpr, closed.consts)
+
+
+# Returns the results of an equation with these arguments; None to run the equation.
+Override = Callable[[core.JaxprEqn, list[Any]], Sequence[Any] | None]
+
+
+def evaluate(program: Program, args: Sequence[Any], rule: Override) -> list[Any]:
+    """The results of a program, whose equations `rule` computes."""
+    jaxpr = program.jaxpr
+    names = [*jaxpr.constvars, *jaxpr.invars]
+    env = dict(zip(names, [*program.consts, *args], strict=True))
+
+    def value(x: Any) -> Any:
+        return x.val if isinstance(x, core.Literal) else env[x]
+
+    outer = source_info_util.current_name_stack()
+    for equation in jaxpr.eqns:
+        values = list(map(value, equation.invars))
+        with as_of(equation, outer):
+            out = rule(equation, values)
+        if out is None:
+            out = bind(jaxpr, [equation], equation.invars, equation.outvars, values)
+        env.update(zip(equation.outvars, out, strict=True))
+    return list(map(value, jaxpr.outvars))
+
+
+def results(program: Any, args: Sequence[Any]) -> list[Any]:
+    """The results of a program as it is."""
+    return jax.core.eval_jaxpr(program.jaxpr, program.consts, *args)
+
+
+def bind(
+    jaxpr: core.Jaxpr,
+    equations: Sequence[core.JaxprEqn],
+    invars: Sequence[Any],
+    outvars: Sequence[Any],
+    values: Sequence[Any],
+) -> list[Any]:
+    """The values of `outvars`, from those of `invars`, by equations of `jaxpr`.
+
+    A variable in `invars` keeps its value, even if an equation computes the variable
+    (which runs because it prints).
+    """
+    pairs = zip(invars, values, strict=True)
+    known = {v: x for v, x in pairs if not isinstance(v, core.Literal)}
+    equations = [_without_results(e, known) for e in equations]
+    effects = frozenset().union(*(equation.effects for equation in equations))
+    program = jaxpr.replace(
+        constvars=[],
+        invars=list(known),
+        outvars=list(outvars),
+        eqns=list(equations),
+        effects=effects,
+    )
+    return jax.core.eval_jaxpr(program, (), *known.values())
+
+
+def _without_results(equation: core.JaxprEqn, known: Mapping[Any, Any]) -> Any:
+    """The equation with new variables in place of results that are known."""
+    if known.keys().isdisjoint(equation.outvars):
+        return equation
+    new = [core.Var(x.aval) if x in known else x for x in equation.outvars]
+    return equation.replace(outvars=new)
+
+
+def of_some(
+    fun: Callable[..., Any], xs: Sequence[Any], places: Iterable[int]
+) -> Callable[..., Any]:
+    """A function of the operands at some places; the others have the values in `xs`."""
+    places = list(places)
+
+    def fewer(*some: Any) -> Any:
+        return fun(*put(xs, places, some))
+
+    return fewer
+
+
+def put(xs: Sequence[Any], places: Iterable[int], new: Sequence[Any]) -> list[Any]:
+    """The values, with others at some places."""
+    return list((dict(enumerate(xs)) | dict(zip(places, new, strict=True))).values())
+
+
+def checkpointed(equation: core.JaxprEqn, body: Callable[..., Any]) -> Any:
+    """`jax.checkpoint` of another function, with the options of an equation."""
+    options = {key: equation.params[key] for key in ("prevent_cse", "policy")}
+    return jax.checkpoint(body, **options)
+
+
+def scan(how: Scan, body: Callable[[list[Any]], Any], values: list[Any]) -> list[Any]:
+    """The results of a scan with another body."""
+    consts, start, slices = how.split(values)
+
+    def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+        out = body([*consts, *carry, *slices])
+        return list(out[: how.num_carry]), list(out[how.num_carry :])
+
+    carry, stacked = jax.lax.scan(
+        step, start, slices, how.length, how.reverse, how.unroll
+    )
+    return [*carry, *stacked]
+
+
+def traced(
+    fun: Callable[..., Any], invars: Sequence[Any], result: core.Var, at: core.JaxprEqn
+) -> list[core.JaxprEqn]:
+    """Equations that compute `result` as `fun` of values of a program.
+
+    The equations have the line of the equation `at`.
+    """
+    jaxpr = program_of(fun, *(x.aval for x in invars)).jaxpr
+    known = dict(zip(jaxpr.invars, invars, strict=True)) | {jaxpr.outvars[0]: result}
+    new = renamed(jaxpr.eqns, known)
+    return [e.replace(source_info=at.source_info) for e in new]
+
+
+@contextlib.contextmanager
+def as_of(equation: core.JaxprEqn, outer: Any) -> Iterator[None]:
+    """A context, in which new equations have the line and the names of an equation.
+
+    The names stand behind `outer`. Without a line of its own, the equation has the line
+    of the equation around.
+    """
+    info = equation.source_info
+    has_line = source_info_util.summarize(info)
+    lines = (info if has_line else source_info_util.current()).traceback
+    names = outer + info.name_stack
+    with source_info_util.user_context(lines, name_stack=names):
+        yield

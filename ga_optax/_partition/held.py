@@ -1,17 +1,27 @@
-"""Values of the whole batch, and how a micro-batch holds them."""
+"""Values of the undivided program, and the part of each that a micro-batch holds.
+
+    whole    all of it
+    rows     its rows [s, n / k, ...] of [s, n, ...]
+    partial  a term of a sum over the micro-batches
+
+The axis of the micro-batches, layouts and values; labels and notes, which reports read.
+"""
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core, source_info_util
 
-from ga_optax._passes import read
-from ga_optax._passes.primitives import entry_of
+from .._passes import about, jaxprs
+from .._passes.primitives import entry_of
+
+# == Values and layouts ================================================================
 
 
 class Rows(NamedTuple):
@@ -135,7 +145,7 @@ class Value:
     @property
     def size(self) -> int:
         """The number of numbers that all micro-batches hold together."""
-        return read.numbers(self.shape)
+        return jaxprs.numbers(self.shape)
 
 
 Result = tuple[Any, Layout]  # what a rule returns for each result: array and layout
@@ -229,3 +239,201 @@ def type_here(aval: Any, shape: tuple[int, ...], like: Any) -> Any:
 def types_of(equation: core.JaxprEqn) -> list[Any]:
     """The types of its results, which have a shape and a dtype."""
     return [x.aval for x in equation.outvars]
+
+
+# == The axis ==========================================================================
+
+
+class Axis(NamedTuple):
+    """The axis of the micro-batches.
+
+    Attributes:
+      name: the name of the axis.
+      parts: the number of micro-batches, on all devices together; or their size, if
+        the last one is smaller. Then rows must not meet.
+      longest: the length of the longest scan in which rows may meet; longer scans are
+        computed whole.
+      is_checked: True if the axis is in a region of a mesh that has no types for it.
+        Then a `name` equation of the operand stands for a collective.
+      draws_whole: True if generators other than threefry draw for all rows at once.
+      labels: True if equations are to say what a micro-batch holds of their results.
+    """
+
+    name: str
+    parts: Parts
+    longest: int
+    is_checked: bool = False
+    draws_whole: bool = False
+    labels: bool = False
+
+    @property
+    def is_even(self) -> bool:
+        """True if all micro-batches have as many rows."""
+        return not isinstance(self.parts, Uneven)
+
+    @property
+    def size(self) -> int:
+        """The number of micro-batches, for rules that know of nothing else."""
+        if isinstance(self.parts, Uneven):
+            raise RowsMeet
+        return self.parts
+
+    @property
+    def env(self) -> list[tuple[str, int]]:
+        """The axes that are bound where programs of micro-batches are traced."""
+        return [(self.name, self.size)] if self.is_even else []
+
+    def is_meeting(self, e: core.JaxprEqn) -> bool:
+        """True if an equation is a collective over the axis, in which rows meet."""
+        return self.name in jaxprs.axes_of(e) or meeting_of(e) is not None
+
+    def meets(self, e: core.JaxprEqn) -> bool:
+        """True if rows meet in an equation, or in a program inside of it."""
+        return any(map(self.is_meeting, jaxprs.within(e)))
+
+    def sum(self, x: Any) -> Any:
+        return self._over("psum", x)
+
+    def extremum(self, x: Any, is_max: bool) -> Any:
+        return self._over("pmax" if is_max else "pmin", x)
+
+    def gather(self, x: Any, dim: int = 0, tiled: bool = False) -> Any:
+        """The arrays of all micro-batches, stacked along a new axis, or joined."""
+        if self.is_checked or 0 in x.shape:
+            x = self._over("all_gather", x)
+            each = [x] * self.size
+            return jnp.concatenate(each, dim) if tiled else jnp.stack(each, dim)
+        return jax.lax.all_gather(x, self.name, axis=dim, tiled=tiled)
+
+    def _over(self, collective: str, x: Any) -> Any:
+        if 0 in x.shape:
+            return x  # without numbers nothing meets
+        if self.is_checked:
+            return checkpoint_name(x, _MEETS + collective)
+        return getattr(jax.lax, collective)(x, self.name)
+
+
+_MEETS = "rows meet: "
+
+
+def meeting_of(e: core.JaxprEqn) -> str | None:
+    """The collective that a `name` equation stands for in a region that checks."""
+    name = str(e.params.get("name", "")) if e.primitive.name == "name" else ""
+    return name.removeprefix(_MEETS) if name.startswith(_MEETS) else None
+
+
+# == Labels for reports ================================================================
+# Labels on equations: the part of each result that a micro-batch holds.
+#
+# Reports read the labels, see `about.label_of`. A label stays with an equation while
+# passes rewrite the program.
+
+
+def labelled_values(axis: Axis, results: Sequence[Value]) -> list[Value]:
+    """All values of a program that results are computed of; none without labels."""
+    found: dict[int, Value] = {}
+    left = list(results) if axis.labels else []
+    while left:
+        v = left.pop()
+        if v.made is not None and id(v) not in found:
+            found[id(v)] = v
+            left += v.made[1]
+    return list(found.values())
+
+
+def value_in_words(v: Value) -> str:
+    """The part of a value that a micro-batch holds, and the type of the whole value."""
+    holds = f"rows {v.dim}" if v.rows else "part" if v.is_partial else "all"
+    return f"{holds} of {about.type_in_words(v.aval)}"
+
+
+def labelled_program(closed: Any, labels: Sequence[str]) -> Any:
+    """A program whose last results have these labels, without these results."""
+    jaxpr = closed.jaxpr
+    number = len(jaxpr.outvars) - len(labels)
+    pairs = zip(jaxpr.outvars[number:], labels, strict=True)
+    texts = {x: text for x, text in pairs if jaxprs.is_variable(x)}
+
+    def with_label(e: core.JaxprEqn) -> core.JaxprEqn:
+        of_results = [texts[x] for x in e.outvars if x in texts]
+        return about.labelled(e, ", ".join(of_results)) if of_results else e
+
+    eqns = list(map(with_label, jaxpr.eqns))
+    return closed.replace(
+        jaxpr=jaxpr.replace(eqns=eqns, outvars=jaxpr.outvars[:number])
+    )
+
+
+# == Notes =============================================================================
+
+
+class Note(NamedTuple):
+    """An equation that is computed whole, or that the user made a promise of."""
+
+    name: str
+    line: str
+    nbytes: int  # of what the equation computes, or reads of all rows
+
+
+class Drawn(NamedTuple):
+    """A random draw of which each micro-batch has a separate key."""
+
+    name: str
+    line: str
+    nbytes: int
+    draw: Any  # the shape and the width of the bits of all rows
+    rows: Rows
+
+
+class Failure(NamedTuple):
+    """An equation whose rule failed, or does not know this JAX, and the error."""
+
+    equation: core.JaxprEqn
+    error: Exception
+
+
+@dataclasses.dataclass
+class Records:
+    """The records that all writers of one partition share.
+
+    Attributes:
+      notes: equations that are computed whole, and draws.
+      promised: equations that are split because the user says so.
+      failures: errors of rules, none of which is the user's code's.
+      programs: programs that are written once, see `Writer.once`.
+    """
+
+    notes: list[Any] = dataclasses.field(default_factory=list)
+    promised: list[Note] = dataclasses.field(default_factory=list)
+    failures: list[Failure] = dataclasses.field(default_factory=list)
+    programs: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+
+def note_of(e: core.JaxprEqn, size: int, name: str | None) -> Note:
+    """The note of an equation that computes, or reads, `size` numbers."""
+    if name is None:
+        name = "new_ref" if about.is_reference_group(e) else about.hides(e)
+    reads = f"what {jaxprs.name_of(e)} reads"
+    name = name or (jaxprs.name_of(e) if e.outvars else reads)
+    around = source_info_util.current_name_stack()
+    types = [x.aval.dtype for x in e.outvars or e.invars if hasattr(x.aval, "dtype")]
+    widest = max((x.itemsize for x in types), default=0)
+    return Note(name, about.place_of(e.source_info, around), size * widest)
+
+
+_failed: set[str] = set()
+
+
+def unsaid(failures: Iterable[Failure]) -> Iterator[str]:
+    """The warnings of failures, one for each primitive; given if all else worked."""
+    for e, error in failures:
+        name = e.primitive.name
+        if name in _failed:
+            continue
+        _failed.add(name)
+        yield (
+            f"The rule of ga_optax for {name} failed with jax {jax.__version__}: "
+            f"{type(error).__name__}: {error}. {name} at "
+            f"{about.line_of(e.source_info)} is computed whole in each micro-batch "
+            "instead: the result is right, but takes more memory. Use a newer ga_optax."
+        )
