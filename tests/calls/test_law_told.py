@@ -17,8 +17,8 @@ from jax.scipy.special import xlogy
 from jax.sharding import PartitionSpec
 
 import ga_optax as ga
-from ga_optax._calls import rows as calls_rows
 from ga_optax._calls import engine, undivided
+from ga_optax._calls import rows as calls_rows
 from ga_optax._calls.call import log_what_is_missing
 from ga_optax._loop import loop, micro_step
 from ga_optax._partition import held

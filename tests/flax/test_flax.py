@@ -433,7 +433,7 @@ for _of in ("accumulate", "value_and_grad", "batch_dependencies"):
     ERRORS += f"""
 called({_of}, argnums=LORA) -> V selection of argnums in argument 0
 called({_of}, has_aux=True) -> T fun must return
-called({_of}, num_microbatches=3) -> V must divide
+called({_of}, num_microbatches=64) -> V must divide
 called({_of}, batch_argnums=(1, 2)) -> V names 2, and the call has 2
 called({_of}, batch_argnums=-3) -> V names -3, and the call has 2
 """
