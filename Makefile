@@ -12,8 +12,8 @@ WORKERS ?= 2
 # `make pytest PYTEST=tests/docs MARKED=` runs what is published or exhaustive as well.
 MARKED = -m "not published and not exhaustive"
 
-.PHONY: accelerators between bench bench-gpu demo docs quick quick-gpu test test-all lint types pytest printed \
-  fuzz next oldest release-check
+.PHONY: accelerators between bench bench-gpu demo docs quick quick-gpu test test-all lint \
+  types pytest printed fuzz next oldest release-check
 
 # Only the files with such tests are imported, which takes most of the time otherwise.
 quick: MARKED = -q -m quick $(shell $(PYTHON) tests/index.py --quick)
