@@ -173,7 +173,9 @@ class _Rewriter:
         """An addition to a reference, or a write: what it adds is a sum."""
         x = equation.invars[1]
         self.sums[x] = _Sum(True)
-        adds = self.facts.local and equation.primitive.name == primitives.ADD_TO
+        adds = (
+            self.facts.devices.is_local and equation.primitive.name == primitives.ADD_TO
+        )
         return _fenced(equation) if adds and _is_product(self.jaxpr, x) else [equation]
 
     def _cast(self, cast: core.JaxprEqn, sliced: bool) -> core.JaxprEqn:
