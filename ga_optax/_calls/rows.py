@@ -21,7 +21,7 @@ from .._devices.collectives import Membership
 from .._loop.loop import Outcome
 from .._loop.micro_step import FOLDS
 from .._partition.held import PARTIAL, WHOLE, Axis, Layout, Rows, Uneven, type_here
-from .._partition.partitioned import Argument, Partitioned, partition
+from .._partition.partitioned import Argument, Partitioned, in_any_order, partition
 from .._passes import jaxprs
 from .._passes.jaxprs import is_inexact
 from .._passes.shards import Shard, either
@@ -79,6 +79,8 @@ def of_micro_batch(
     near = _of_rows(call, jaxpr, like)
     # Where rows meet, it matters which rows are together.
     if membership is Membership.EITHER and near.in_gradient is None:
+        if in_any_order(jaxpr, near):
+            return near, membership
         far = _of_rows(call, jaxpr, like, strided=True)
         if _is_same(jaxpr, near, far, call.size):
             return near, membership
