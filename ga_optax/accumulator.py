@@ -27,15 +27,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from ._checks import (
-    check_arrays,
-    check_dtype,
-    check_gradients,
-    check_on_device,
-    check_type,
-    check_weight,
-    on_host,
-)
+from . import _checks
 
 __all__ = ["Accumulator", "add", "init", "mean", "merge"]
 
@@ -82,12 +74,12 @@ def init(params: optax.Params, dtype: DTypeLike | None = jnp.float32) -> Accumul
     Raises:
       TypeError: if a leaf of `params` is no array, or `dtype` is not floating.
     """
-    dtype = check_dtype(dtype)
-    check_arrays("params", params)
+    dtype = _checks.check_dtype(dtype)
+    _checks.check_arrays("params", params)
 
     def zeros(p: Any) -> jax.Array:
         where = None
-        if on_host(p) and not isinstance(p, jax.core.Tracer):
+        if _checks.on_host(p) and not isinstance(p, jax.core.Tracer):
             where = p.sharding.with_memory_kind("device")
         return jnp.zeros_like(p, dtype=accumulator_dtype(p, dtype), device=where)
 
@@ -100,7 +92,7 @@ def begun(params: optax.Params, dtype: DTypeLike | None) -> Accumulator:
 
     In a program, leaves of one type share one array.
     """
-    dtype = check_dtype(dtype)
+    dtype = _checks.check_dtype(dtype)
     arrays: dict[Any, jax.Array] = {}
 
     def zeros(p: Any) -> jax.Array:
@@ -118,7 +110,9 @@ def begun(params: optax.Params, dtype: DTypeLike | None) -> Accumulator:
 def _check(name: str, acc: Any) -> None:
     """Raises unless `acc` is an accumulator."""
     if not hasattr(acc, "missing"):  # reading a `blocks.OpenMicroStep` raises
-        check_type(name, acc, Accumulator, "Start with accumulator.init(params).")
+        _checks.check_type(
+            name, acc, Accumulator, "Start with accumulator.init(params)."
+        )
 
 
 def add(
@@ -153,9 +147,9 @@ def add(
         is no real number.
     """
     _check("acc", acc)
-    check_gradients(acc.total, grads)
-    check_on_device("acc.total", acc.total)
-    check_on_device("grads", grads)
+    _checks.check_gradients(acc.total, grads)
+    _checks.check_on_device("acc.total", acc.total)
+    _checks.check_on_device("grads", grads)
     empty = acc.count == 0
     totals, structure = jax.tree.flatten(acc.total)
     totals = [cleared(t, empty) for t in totals]
@@ -191,7 +185,7 @@ def merge(a: Accumulator, b: Accumulator) -> Accumulator:
     """
     _check("a", a)
     _check("b", b)
-    check_gradients(a.total, b.total, name="b.total", expected="a.total")
+    _checks.check_gradients(a.total, b.total, name="b.total", expected="a.total")
 
     def combine(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.where(b.count == 0, x, jnp.where(a.count == 0, y, x + y))
@@ -274,7 +268,7 @@ def accumulator_dtype(leaf: Any, dtype: np.dtype | None) -> np.dtype:
 
 def as_weight(weight: ArrayLike, dtype: DTypeLike) -> jax.Array:
     """Returns a checked weight in a dtype; NaN for a negative traced weight."""
-    number = check_weight(weight).astype(dtype)
+    number = _checks.check_weight(weight).astype(dtype)
     if not isinstance(weight, jax.core.Tracer):
         return number
     return jnp.where(number < 0, jnp.full_like(number, jnp.nan), number)

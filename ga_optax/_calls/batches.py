@@ -19,10 +19,9 @@ from jax.sharding import PartitionSpec
 
 from .._checks import check_arrays, divisors, named_leaves, one_of
 from .._devices import collectives, meshes
-from .._devices.meshes import Axes, DataAxis, Placement
-from .._loop.micro_step import DeviceContext
+from .._devices.collectives import Membership
+from .._devices.meshes import Axes, By, DataAxis, Placement
 from .._passes import about, jaxprs
-from .._passes.about import ParamSharding
 from .._passes.shards import Shard
 from .._text import warn
 from ..accumulator import Accumulator
@@ -418,8 +417,7 @@ class Devices(NamedTuple):
       scatters: True if every micro-step adds its gradient to a sharded sum.
       logical: the number of logical devices on this one; 0 if there are none.
       is_checked: True in a `shard_map` that checks over which axes values vary.
-      distributed: True if the compiler distributes the call over devices that no data
-        axis names; None if that is not known before the program is lowered.
+      by: who distributes what is computed.
       specs: the `PartitionSpec` of each leaf of the parameters, or None.
       params: how the data axes shard each leaf of the parameters.
       gradients: how they shard its gradient.
@@ -435,7 +433,7 @@ class Devices(NamedTuple):
     scatters: bool = False
     logical: int = 0
     is_checked: bool = False
-    distributed: bool | None = False
+    by: By = By.NOBODY
     specs: Sequence[PartitionSpec | None] = ()
     params: Sequence[Placement] = ()
     gradients: Sequence[Placement] = ()
@@ -452,11 +450,13 @@ class Devices(NamedTuple):
         number = meshes.num_devices(axis.axes, mesh)
         devices = devices._replace(axes=axis.axes, mesh=mesh, number=number)
         if total := axis.logical_devices or 0:
-            _check_logical(total, devices, params)
+            meshes.check_logical(total, axis.axes, number, params)
+        each = axis.sync == "each" and sharded is None
         devices = devices._replace(
-            each=axis.sync == "each" and sharded is None,
+            each=each,
             scatters=axis.sync == "each" and sharded is not None,
             logical=total // number,
+            by=By.COMPILER if each and mesh is not None else By.US,
         )
         specs = axis.param_specs if sharded is None else PartitionSpec()
         devices = devices.with_params(params, specs)
@@ -476,13 +476,14 @@ class Devices(NamedTuple):
         return self._replace(specs=known, params=where, gradients=where)
 
     def for_arrays(self, tree: Any, optimize: bool) -> "Devices":
-        """The same devices, with `distributed` for the arrays of a tree."""
+        """The same devices, with `by` for the arrays of a tree."""
         devices = self._replace(is_checked=meshes.checks_varying())
         if self.axes:
             return devices
         if optimize and meshes.is_open(tree) and collectives.split_can_wait():
-            return devices._replace(distributed=None)
-        return devices._replace(distributed=meshes.is_distributed(tree))
+            return devices._replace(by=By.UNKNOWN)
+        distributed = meshes.is_distributed(tree)
+        return devices._replace(by=By.COMPILER if distributed else By.NOBODY)
 
     def _in_region(
         self, params: Any, batch: Sequence[Any], axis: DataAxis
@@ -527,12 +528,12 @@ class Devices(NamedTuple):
     @property
     def by_compiler(self) -> bool:
         """True if the compiler merges over devices: sync="each" at top level."""
-        return self.each and self.mesh is not None
+        return self.by is By.COMPILER and self.mesh is not None
 
     @property
     def maps(self) -> bool:
         """True if each device runs its part in a `shard_map` that the call makes."""
-        return self.mesh is not None and not self.by_compiler
+        return self.by is By.US and self.mesh is not None
 
     @property
     def scattered(self) -> dict[int, Placement]:
@@ -555,6 +556,7 @@ class Devices(NamedTuple):
             inner=tuple(name for name in self.axes if name not in axes),
             number=meshes.num_devices(axes, self.mesh),
             each=False,
+            by=By.US,
             params=whole,
             gradients=whole,
         )
@@ -566,26 +568,34 @@ class Devices(NamedTuple):
             return self.inner, jax.sharding.get_abstract_mesh()
         return (self.axes if self.by_compiler else ()), self.mesh
 
-    def where(self, names: Sequence[str]) -> DeviceContext:
+    @property
+    def membership(self) -> Membership:
+        """The rows that a micro-batch should hold here."""
+        if self.by is By.UNKNOWN:
+            return Membership.EITHER
+        strides = self.by is By.COMPILER and not self.axes
+        return Membership.STRIDED if strides else Membership.NEIGHBOURS
+
+    def where(self, names: Sequence[str]) -> meshes.DeviceContext:
         """The devices as a loop has to know them, for parameters of these names."""
         axes, mesh = self.compiled
         gathers = axes and not meshes.explicit_names(mesh)
-        return DeviceContext(
+        return meshes.DeviceContext(
             names=names,
             axes=self.bound,
             placements=self.gradients if self.bound else (),
             scattered=self.scattered,
             logical=self.logical,
-            gathered=ParamSharding(self.specs, axes, mesh) if gathers else None,
+            gathered=meshes.ParamSharding(self.specs, axes, mesh) if gathers else None,
             shards=self.shards,
-            split_by_compiler=bool(axes) or self.distributed,
+            by=self.by,
         )
 
-    def split(self, x: Any, k: int, axis: int, strided: bool | None) -> jax.Array:
+    def split(self, x: Any, k: int, axis: int, membership: Membership) -> jax.Array:
         """An array as `[k, ...]`, with the rows of k micro-batches along axis 0."""
         axes, mesh = self.compiled
         if mesh is None:
-            return collectives.split_rows(x, k, axis, strided)
+            return collectives.split_rows(x, k, axis, membership)
         return collectives.split_shards(x, k, axes or self.axes, mesh, axis)
 
     def flat(self, acc: Accumulator) -> Any:
@@ -604,21 +614,3 @@ class Devices(NamedTuple):
         if (mesh := self.compiled[1]) is not None:
             leaves = collectives.constrain(leaves, list(self.specs), mesh)
         return structure.unflatten(leaves)
-
-
-def _check_logical(total: int, devices: Devices, params: Any) -> None:
-    """Raises if these devices cannot compute as so many would."""
-    for name, x in named_leaves(params):
-        spec = meshes.spec_of_type(x)
-        if set(itertools.chain(*map(meshes.names_in, spec))) - set(devices.axes):
-            raise ValueError(
-                "logical_devices needs automatic axes beside the data axis, up to jax "
-                f"0.12, but an explicit one shards {name}: its type is "
-                f"{jax.typeof(x)}. Use AxisType.Auto, or leave logical_devices out."
-            )
-    if total % devices.number:
-        raise ValueError(
-            f"The devices along data_axis={devices.axes} must divide logical_devices="
-            f"{total}, but there are {devices.number}. Use {one_of(divisors(total))} "
-            "of them, or other logical devices (and then other bits)."
-        )

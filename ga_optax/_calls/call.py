@@ -22,9 +22,8 @@ import numpy as np
 from jax.extend import core
 
 from .. import _checks, config
-from .._devices import collectives
+from .._devices import collectives, meshes
 from .._loop import micro_step
-from .._loop.micro_step import DeviceContext
 from .._passes import about
 from .._text import warn
 from . import batches
@@ -222,7 +221,7 @@ class Call(NamedTuple):
         one = self.with_leaves(new)
         return one._replace(options=self.options._replace(num_microbatches=1), rest=0)
 
-    def where(self) -> DeviceContext:
+    def where(self) -> meshes.DeviceContext:
         """The devices, as far as a loop has to know them."""
         names, devices = (
             [name for name, _ in _checks.named_leaves(self.params)],
@@ -247,14 +246,14 @@ class Call(NamedTuple):
                 [params[i]] = collectives.gather([low], [place])
         return params
 
-    def split(self, strided: bool | None) -> list[jax.Array]:
+    def split(self, membership: collectives.Membership) -> list[jax.Array]:
         """The batch as `[number of parts, ...]`, micro-batches along axis 0."""
         with jax.named_scope("split"):
             pairs, k = zip(self.batch, self.split_axes, strict=True), self.num_parts
             if self.rest:
                 end = -self.rest
                 pairs = [(jax.lax.slice_in_dim(x, 0, end, axis=d), d) for x, d in pairs]
-            return [self.devices.split(x, k, axis, strided) for x, axis in pairs]
+            return [self.devices.split(x, k, axis, membership) for x, axis in pairs]
 
     def with_leaves(self, new: Mapping[int, Any]) -> "Call":
         """The same call with other leaves in place of some, by their numbers.

@@ -20,7 +20,7 @@ from .. import accumulator
 from .._devices import collectives, meshes
 from .._loop import loop
 from .._loop.loop import Outcome
-from .._loop.micro_step import DeviceContext, LossProgram, Operands, run_passes
+from .._loop.micro_step import LossProgram, Operands, run_passes
 from .._partition.held import Rows, RowsMeet, unsaid
 from .._partition.partitioned import Partitioned
 from .._passes import about, jaxprs, rowwise
@@ -80,8 +80,7 @@ class MicroBatch(NamedTuple):
       closed: the program of `fun` at all rows.
       out: the tree of the results.
       part: the program of a micro-batch, and the layouts of its results.
-      strided: True if a micro-batch holds every k-th row, False if it holds neighbours;
-        None if the program is the same in both cases.
+      membership: the rows that it holds.
       last: the program of the last micro-batch, if that has fewer rows.
     """
 
@@ -89,7 +88,7 @@ class MicroBatch(NamedTuple):
     closed: Any
     out: Any
     part: Partitioned
-    strided: bool | None
+    membership: collectives.Membership
     last: Partitioned | None = None
 
 
@@ -106,7 +105,7 @@ class Rewritten(NamedTuple):
     micro_batch: MicroBatch
     program: LossProgram
     operands: Operands
-    context: DeviceContext
+    context: meshes.DeviceContext
 
 
 class Scheduled(NamedTuple):
@@ -146,7 +145,7 @@ def value_and_grad(
 def over_micro_batches(micro_batch: MicroBatch) -> Pair:
     """`((loss, aux), gradients)` by loops over the micro-batches."""
     micro_batch = _over_replicas(micro_batch)
-    call, closed, out, part, strided, _ = micro_batch
+    call, closed, out, part, membership, _ = micro_batch
     split: Any = meshes.split_spec(call.devices.axes)
     specs: Any = [split if isinstance(x, Rows) else REPLICATED for x in part.layouts]
     outcome = on_devices(
@@ -156,11 +155,11 @@ def over_micro_batches(micro_batch: MicroBatch) -> Pair:
     )
     for text in unsaid(part.failures):
         warn(text)
-    leaves = rows.returned(call, part, closed.jaxpr, outcome.results, strided)
+    leaves = rows.returned(call, part, closed.jaxpr, outcome.results, membership)
     value = jax.tree.structure(out).unflatten(leaves)
     if not call.sums:
         return value, outcome.acc
-    return value, (outcome.acc, rows.gradients_of_rows(call, outcome.rows, strided))
+    return value, (outcome.acc, rows.gradients_of_rows(call, outcome.rows, membership))
 
 
 def _over_replicas(micro_batch: MicroBatch) -> MicroBatch:
@@ -237,14 +236,14 @@ def partition(traced: Traced, like: Partitioned | None = None) -> MicroBatch:
     # Where rows must not meet, they may in what nobody reads.
     jaxpr, last = jaxprs.live(jaxpr) if call.rest else jaxpr, None
     try:
-        part, strided = rows.choose_rows(call, jaxpr, like)
+        part, membership = rows.of_micro_batch(call, jaxpr, like)
         if call.rest:
             last = rows.of_neighbours(call, jaxpr, rows.parts_of(call, True), part)
             if not _are_alike(part, last):
                 raise RowsMeet
     except RowsMeet:
         raise undivided.does_not_divide(call, jaxpr) from None
-    micro_batch = MicroBatch(call, closed, out, part, strided, last)
+    micro_batch = MicroBatch(call, closed, out, part, membership, last)
     if call.sees is None:  # a report shows the lines, whatever the options are
         undivided.check_options(micro_batch.call, micro_batch.part)
     return micro_batch
@@ -272,7 +271,7 @@ def rewrite(micro_batch: MicroBatch) -> Rewritten:
         optimize=optimize,
     )
     params = call.params_of(jaxpr)
-    batch = [*call.split(micro_batch.strided), _indices(call)]
+    batch = [*call.split(micro_batch.membership), _indices(call)]
     acc = accumulator.begun(call.params, call.options.accumulator_dtype)
     acc = call.devices.flat(acc._replace(total=call.devices.shard(acc.total, -0.0)))
     operands = Operands(consts, params, batch, [], [], acc, rows=call.rows)
@@ -600,13 +599,13 @@ def _axes_of_results(like: Call, divided: Divided) -> list[int | None]:
 
     def in_layouts(*xs: Any) -> None:
         call = _call(like, _with_loss(divided.flat), divided, xs)
-        if call.devices.mesh is None and call.devices.distributed is False:
+        if call.devices.bound or call.devices.by is meshes.By.NOBODY:
             return
         traced = trace(call)
         with contextlib.suppress(Exception):  # then no results have rows
             of_one = partition(traced)
-            types, strided = of_one.closed.out_avals, of_one.strided
-            by_place = rows.axes_of_results(call, of_one.part, types, strided)
+            types, membership = of_one.closed.out_avals, of_one.membership
+            by_place = rows.axes_of_results(call, of_one.part, types, membership)
             axes[:] = by_place[1:]
 
     jax.eval_shape(in_layouts, *divided.types)

@@ -23,16 +23,7 @@ from .._partition.held import Note
 from .._passes import about, jaxprs
 from .._passes.equation import Divided
 from .._text import ruled, wrap
-from .._window.run import (
-    DescribedLoop,
-    Stored,
-    WindowReport,
-    described_stages,
-    of_all_rows,
-    report_of,
-    room_sentence,
-    stages_of_loop,
-)
+from .._window import run as window
 from . import batches, engine, undivided
 from .batches import DoesNotFitError
 from .call import (
@@ -318,9 +309,9 @@ class BatchDependencies:
     """
 
     num_microbatches: int
-    stages: list[DescribedLoop]
-    meetings: list[Stored]
-    kept: list[Stored]
+    stages: list[window.DescribedLoop]
+    meetings: list[window.Stored]
+    kept: list[window.Stored]
     whole: list[Note]
     drawn: list[Note]
     promised: list[Note]
@@ -356,7 +347,7 @@ class BatchDependencies:
         room = f", in about {self.peak_bytes:,} bytes" if self.peak_bytes else ""
         end = f"In all: {passes}{room}."
         if self.more_room:
-            end += " " + room_sentence(self.more_room)
+            end += " " + window.room_sentence(self.more_room)
         todo = [
             *undivided.advice_on_primitives(self.whole),
             *[_DRAWN] * bool(self.drawn),
@@ -427,9 +418,9 @@ _DRAWN = (
 )
 
 
-def _rows(stored: Sequence[Stored]) -> Iterator[tuple[str, ...]]:
+def _rows(stored: Sequence[window.Stored]) -> Iterator[tuple[str, ...]]:
     """The rows of the table; equal values of several layers share one."""
-    groups: dict[tuple[str, str], list[Stored]] = {}
+    groups: dict[tuple[str, str], list[window.Stored]] = {}
     for x in stored:
         groups.setdefault((x.line, x.what), []).append(x)
     for (line, what), group in groups.items():
@@ -515,18 +506,18 @@ def batch_dependencies(
     def dependencies(*args: Any, **kwargs: Any) -> BatchDependencies:
         call = Call.of(options, args, kwargs, hint=True, types=True)
         plan, closed = _seen(call)
-        notes, why, number, last = ([], [], []), "", 0, WindowReport(0, 1, 0, ())
+        notes, why, number, last = ([], [], []), "", 0, window.WindowReport(0, 1, 0, ())
         if isinstance(plan, AllRows):
             jaxpr, why = closed.jaxpr, plan.why
-            order = of_all_rows(jaxpr, len(call.leaves("argnums")))
+            order = window.of_all_rows(jaxpr, len(call.leaves("argnums")))
         else:
-            (micro_batch, program, operands, _), window = plan
+            (micro_batch, program, operands, _), evaluation = plan
             part, number = micro_batch.part, len(operands.batch[-1])
             jaxpr, notes = part.jaxpr, (part.whole, part.drawn, part.promised)
-            order = stages_of_loop(program, operands)
-            if window is not None:
-                order, last = window.schedule, report_of(window.schedule)
-        stages = described_stages(order, last.stored, number, call.size)
+            order = window.stages_of_loop(program, operands)
+            if evaluation is not None:
+                order, last = evaluation.schedule, window.report_of(evaluation.schedule)
+        stages = window.described_stages(order, last.stored, number, call.size)
         if not last.levels:
             last = last._replace(backward=int(bool(stages[-1].goes_back)))
         kept = [x for x in last.stored if x.kind in ("residual", "shared")]

@@ -17,10 +17,11 @@ from jax.sharding import PartitionSpec
 
 from .. import config
 from .._devices import collectives, meshes
+from .._devices.collectives import Membership
 from .._loop.loop import Outcome
 from .._loop.micro_step import FOLDS
 from .._partition.held import PARTIAL, WHOLE, Axis, Layout, Rows, Uneven, type_here
-from .._partition.partitioned import Argument, Partitioned, partition
+from .._partition.partitioned import Argument, Partitioned, in_any_order, partition
 from .._passes import jaxprs
 from .._passes.jaxprs import is_inexact
 from .._passes.shards import Shard, either
@@ -58,39 +59,52 @@ def types_of_all(call: Call) -> list[Any]:
 # -- Which rows a micro-batch has ------------------------------------------------------
 
 
-def choose_rows(
+def of_micro_batch(
     call: Call, jaxpr: Any, like: Partitioned | None = None
-) -> tuple[Partitioned, bool | None]:
-    """The program of a micro-batch, with results in the layouts of `like`, if given.
+) -> tuple[Partitioned, Membership]:
+    """The program of a micro-batch, and which rows it holds.
 
-    Returns: the program; True if a micro-batch holds every k-th row, False if it holds
-    neighbours, None if the program is the same in both cases.
+    Its results have the layouts of those of `like`, if given.
     """
     if call.rest:
-        return of_neighbours(call, jaxpr, parts_of(call)), False
-    size, axes, devices = call.size, call.split_axes, call.devices
-    n = len(jax.tree.leaves(call.params))
-    axis = Axis(
-        AXIS, size, LONGEST, devices.is_checked, config.whole_draws, bool(call.sees)
-    )
+        near = of_neighbours(call, jaxpr, parts_of(call))
+        return near, Membership.NEIGHBOURS
+    membership = call.devices.membership
+    if membership is Membership.NEIGHBOURS or is_open(jaxpr):
+        return _of_rows(call, jaxpr, like), Membership.NEIGHBOURS
+    if membership is Membership.STRIDED:
+        far = _of_rows(call, jaxpr, like, strided=True)
+        if far.in_gradient is None or split_by_type(call):
+            return far, membership
+    near = _of_rows(call, jaxpr, like)
+    # Where rows meet, it matters which rows are together.
+    if membership is Membership.EITHER and near.in_gradient is None:
+        if in_any_order(jaxpr, near):
+            return near, membership
+        far = _of_rows(call, jaxpr, like, strided=True)
+        if _is_same(jaxpr, near, far, call.size):
+            return near, membership
+    return near, Membership.NEIGHBOURS
 
-    def of(segments: Callable[[Any, int], int]) -> Partitioned:
-        batch = jaxpr.invars[n:]
-        rows = [Rows(d, segments(x, d)) for x, d in zip(batch, axes, strict=True)]
-        # Each micro-batch adds its part of the loss.
-        arguments = _arguments(call, jaxpr, rows)
-        return partition(jaxpr, arguments, axis, PARTIAL, like)
 
-    merged, mesh = devices.compiled
-    if merged:
-        return of(lambda x, d: meshes.num_devices(merged, mesh)), False
-    strided = False if is_open(jaxpr) else devices.distributed
-    far = None if strided is False else of(lambda x, d: x.aval.shape[d] // size)
-    if strided and far and (far.in_gradient is None or split_by_type(call)):
-        return far, True
-    near = of(lambda x, d: 1)
-    same = strided is None and far and _is_same(jaxpr, near, far, size)
-    return near, None if same else False
+def _of_rows(
+    call: Call, jaxpr: Any, like: Partitioned | None, strided: bool = False
+) -> Partitioned:
+    """The program of a micro-batch of neighbouring rows, or of every k-th row.
+
+    If the compiler merges over devices, neighbours are those of each device.
+    """
+    size, (merged, mesh) = call.size, call.devices.compiled
+    parts = meshes.num_devices(merged, mesh) if merged else 1
+    batch = jaxpr.invars[len(jaxpr.invars) - len(call.split_axes) :]
+    rows = [
+        Rows(d, x.aval.shape[d] // size if strided else parts)
+        for x, d in zip(batch, call.split_axes, strict=True)
+    ]
+    checked, draws = call.devices.is_checked, config.whole_draws
+    axis = Axis(AXIS, size, LONGEST, checked, draws, bool(call.sees))
+    # Each micro-batch adds its part of the loss.
+    return partition(jaxpr, _arguments(call, jaxpr, rows), axis, PARTIAL, like)
 
 
 def parts_of(call: Call, is_last: bool = False) -> Uneven:
@@ -179,14 +193,14 @@ def returned(
     part: Partitioned,
     jaxpr: Any,
     results: Sequence[Any],
-    strided: bool | None,
+    membership: Membership,
 ) -> list[Any]:
     """The results of `fun`, whose program is `jaxpr`, for the whole batch.
 
     `results` are the results of micro-batches, stacked if they have rows.
     """
     leaves = [
-        _joined(call.devices, x, layout, strided) if isinstance(layout, Rows) else x
+        _joined(call.devices, x, layout, membership) if isinstance(layout, Rows) else x
         for x, layout in zip(results, part.layouts, strict=True)
     ]
     if len(leaves) > len(jaxpr.outvars):  # the loss once more, whole
@@ -206,7 +220,8 @@ def merged(
 
     def rows_of_all(rows: Rows, *stacks: jax.Array) -> jax.Array:
         d, segments = rows.dim, rows.segments
-        parts = [_joined(Devices(), x, rows, False) for x in stacks]
+        near = Membership.NEIGHBOURS
+        parts = [_joined(Devices(), x, rows, near) for x in stacks]
         apart = [
             x.reshape(*x.shape[:d], segments, -1, *x.shape[d + 1 :]) for x in parts
         ]
@@ -226,31 +241,33 @@ def merged(
 
 
 def gradients_of_rows(
-    call: Call, stacks: Sequence[jax.Array], strided: bool | None
+    call: Call, stacks: Sequence[jax.Array], membership: Membership
 ) -> list[jax.Array]:
     """Gradients of leaves of the batch, from those of each micro-batch along axis 0."""
     triples = zip(stacks, types_of_all(call), call.split_axes, strict=False)
     return [
-        _joined(call.devices, x, _rows(call, aval, d, strided), strided)
+        _joined(call.devices, x, _rows(call, aval, d, membership), membership)
         for x, aval, d in triples
     ]
 
 
 def axes_of_results(
-    call: Call, part: Partitioned, types: Sequence[Any], strided: bool | None
+    call: Call, part: Partitioned, types: Sequence[Any], membership: Membership
 ) -> list[int | None]:
     """The axis of each result along which it has the rows of the batch, or None."""
-    pairs = zip(types, part.layouts, strict=False)
-    return [
-        layout.dim
-        if isinstance(layout, Rows) and layout == _rows(call, x, layout.dim, strided)
-        else None
-        for x, layout in pairs
-    ]
+
+    def axis(x: Any, layout: Layout) -> int | None:
+        if not isinstance(layout, Rows):
+            return None
+        d = layout.dim
+        return d if layout == _rows(call, x, d, membership) else None
+
+    return [axis(x, layout) for x, layout in zip(types, part.layouts, strict=False)]
 
 
-def _rows(call: Call, x: Any, d: int, strided: bool | None) -> Rows:
+def _rows(call: Call, x: Any, d: int, membership: Membership) -> Rows:
     """The layout of a value with the rows of the batch along an axis."""
+    strided = membership is Membership.STRIDED
     return Rows(d, x.shape[d] // call.size if strided else 1)
 
 
@@ -262,7 +279,7 @@ def _of_type(x: jax.Array, aval: Any) -> jax.Array:
 
 
 def _joined(
-    devices: Devices, x: jax.Array, rows: Rows, strided: bool | None
+    devices: Devices, x: jax.Array, rows: Rows, membership: Membership
 ) -> jax.Array:
     """The rows in their order, from the rows of each micro-batch along axis 0.
 
@@ -271,8 +288,10 @@ def _joined(
     d, segments = rows.dim, rows.segments
     if devices.bound and segments > 1:
         x = jax.lax.all_gather(x, devices.bound, tiled=True)
-    if strided is None or segments == 1:
-        return collectives.join_rows(x, d, None if strided is None else False)
+    if membership is Membership.EITHER:
+        return collectives.join_rows(x, d, membership)
+    if segments == 1:
+        return collectives.join_rows(x, d, Membership.NEIGHBOURS)
     x = jnp.moveaxis(x, 0, d)
     before, (parts, n), after = x.shape[:d], x.shape[d : d + 2], x.shape[d + 2 :]
     shape, spec = (*before, parts * n, *after), meshes.spec_of_type(x)
@@ -320,7 +339,8 @@ def over_mesh(
     specs |= zip(call.leaves("argnums"), of_params, strict=True)
     of_batch = [meshes.split_spec(axes, axis) for axis in call.split_axes]
     specs |= zip(call.leaves("batch_argnums"), of_batch, strict=True)
-    inside = call.devices._replace(mesh=None, is_checked=check_vma)
+    by = meshes.By.COMPILER if call.devices.inner else meshes.By.US
+    inside = call.devices._replace(mesh=None, is_checked=check_vma, by=by)
     values, of_others = [x for x, _ in others], [spec for _, spec in others]
     given = {id(x) for x in operands.values()}
     more = {

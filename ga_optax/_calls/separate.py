@@ -21,9 +21,10 @@ from .._devices import meshes
 from .._devices.meshes import DataAxis
 from .._loop import micro_step
 from .._loop.loop import run_loop
-from .._loop.micro_step import DeviceContext, LossProgram, Operands, run_passes
+from .._loop.micro_step import LossProgram, Operands, run_passes
 from .._passes import about, jaxprs
 from ..accumulator import Accumulator, as_weight
+from . import rows
 from .batches import argument, is_key, named_batch, to_pass
 from .call import (
     Call,
@@ -34,14 +35,6 @@ from .call import (
     warns_outside_jit,
 )
 from .options import Argument, Options
-from .rows import (
-    REPLICATED,
-    ManualAxisError,
-    check_not_reduced,
-    errors_explained,
-    over_mesh,
-    specs_of_gradients,
-)
 
 # == `accumulate` ======================================================================
 # Micro-batches, each by itself, in one `jax.lax.scan`: `accumulate`.
@@ -186,17 +179,23 @@ def _added(call: Call, acc: Accumulator, merges: bool) -> tuple[Any, Accumulator
 
 def _over_mesh(call: Call, acc: Accumulator) -> tuple[Any, Accumulator]:
     """The micro-batches of a call at top level with a data axis, merged once a call."""
-    of_acc = Accumulator(specs_of_gradients(call), REPLICATED, REPLICATED)
+    of_acc = Accumulator(
+        rows.specs_of_gradients(call), rows.REPLICATED, rows.REPLICATED
+    )
     # Stacks differ between devices; all other results are the same on all devices.
     split = meshes.split_spec(call.devices.axes)
     of_aux = jax.tree.map(
-        lambda x: split if x == "stack" else REPLICATED, call.options.aux
+        lambda x: split if x == "stack" else rows.REPLICATED, call.options.aux
     )
-    results = (REPLICATED, REPLICATED, of_aux), of_acc
+    results = (rows.REPLICATED, rows.REPLICATED, of_aux), of_acc
     try:
-        return over_mesh(call, _merged, (acc, of_acc), results=results, check_vma=True)
-    except ManualAxisError:
-        return over_mesh(call, _merged, (acc, of_acc), results=results, check_vma=False)
+        return rows.over_mesh(
+            call, _merged, (acc, of_acc), results=results, check_vma=True
+        )
+    except rows.ManualAxisError:
+        return rows.over_mesh(
+            call, _merged, (acc, of_acc), results=results, check_vma=False
+        )
 
 
 def _merged(call: Call, acc: Accumulator) -> tuple[Any, Accumulator]:
@@ -318,20 +317,20 @@ def _check_weight_fn(call: Call) -> None:
 
 
 def traced_micro_batch(
-    call: Call, where: DeviceContext, acc: Accumulator
+    call: Call, where: meshes.DeviceContext, acc: Accumulator
 ) -> tuple[LossProgram, Operands, tuple[Any, Any]]:
     """`fun` of one micro-batch; raises if what it returns does not fit.
 
     Returns: its program; the arrays of the loop over all of them; the structures of the
     carry and of the aux.
     """
-    options, batch = call.options, call.split(call.devices.distributed)
+    options, batch = call.options, call.split(call.devices.membership)
     params, _, keys, carry = (list(call.leaves(role).values()) for role in call.roles)
     first = [x[0] for x in batch]
     arguments = params, first, keys, carry
     run = about.in_name_of(options.fun, _micro_batch(call, first[0]))
     trace = jax.make_jaxpr(run, return_shape=True)
-    with errors_explained(call):
+    with rows.errors_explained(call):
         closed, shapes = trace(*arguments)
     devices = call.devices
     closed = closed.replace(
@@ -346,9 +345,9 @@ def traced_micro_batch(
         more = [jnp.concatenate([x, x], axis) for x, axis in pairs]
         return trace(params, more, keys, carry)[1][-1]
 
-    rows = first[0].shape[call.split_axes[0]]
-    of_aux = micro_step.folds_of(options.aux, aux, rows, aux_of_twice)
-    check_not_reduced(call, loss)
+    length = first[0].shape[call.split_axes[0]]
+    of_aux = micro_step.folds_of(options.aux, aux, length, aux_of_twice)
+    rows.check_not_reduced(call, loss)
     multiplies = weight is not None and _multiplies(call, closed, arguments)
     program = jaxprs.Program(closed.jaxpr, closed.consts)
     optimize = options.optimize

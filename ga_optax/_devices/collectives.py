@@ -6,6 +6,7 @@ Collectives of one window come first; then the split of a batch into micro-batch
 that no row moves; then sums in one order on any number of devices.
 """
 
+import enum
 import functools
 import itertools
 import math
@@ -252,7 +253,7 @@ def split_shards(
     """
 
     def local(x: jax.Array) -> jax.Array:
-        return split_rows(x, num_microbatches, axis, strided=False)
+        return split_rows(x, num_microbatches, axis, Membership.NEIGHBOURS)
 
     specs = (meshes.split_spec(axes, axis),), meshes.split_spec(axes, axis + 1)
     return over_mesh(local, mesh, axes, specs)(x)
@@ -283,24 +284,29 @@ def constrain(tree: Any, specs: Any, mesh: AnyMesh) -> Any:
 # its lowering rule chooses.
 
 
+class Membership(enum.Enum):
+    """The rows that micro-batch i of k holds, of B rows."""
+
+    NEIGHBOURS = "i·B/k, i·B/k + 1, ..."
+    STRIDED = "i, i + k, i + 2k, ..."
+    EITHER = "the lowering chooses: the program is the same in both cases"
+
+
 def split_rows(
-    x: ArrayLike, num_microbatches: int, axis: int, strided: bool | None
+    x: ArrayLike, num_microbatches: int, axis: int, membership: Membership
 ) -> jax.Array:
-    """`[..., batch, ...]` as `[num_microbatches, ..., micro-batch, ...]`.
-
-    If `strided` is None, the lowering of the program chooses.
-    """
+    """`[..., batch, ...]` as `[num_microbatches, ..., micro-batch, ...]`."""
     x = jnp.asarray(x)
-    if strided is None:
+    if membership is Membership.EITHER:
         return _operations()[0].bind(x, number=num_microbatches, axis=axis)
-    return _split(x, num_microbatches, axis, strided)
+    return _split(x, num_microbatches, axis, membership is Membership.STRIDED)
 
 
-def join_rows(x: jax.Array, axis: int, strided: bool | None) -> jax.Array:
+def join_rows(x: jax.Array, axis: int, membership: Membership) -> jax.Array:
     """The inverse of `split_rows`: the rows of the batch, in their order."""
-    if strided is None:
+    if membership is Membership.EITHER:
         return _operations()[1].bind(x, number=x.shape[0], axis=axis)
-    return _join(x, x.shape[0], axis, strided)
+    return _join(x, x.shape[0], axis, membership is Membership.STRIDED)
 
 
 def _split(x: jax.Array, number: int, axis: int, strided: bool) -> jax.Array:

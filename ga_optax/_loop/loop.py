@@ -22,7 +22,7 @@ from .._passes.about import Facts
 from .._passes.equation import with_rules_of
 from ..accumulator import Accumulator
 from . import micro_step
-from .micro_step import FOLDS, DeviceContext, Flat, LossProgram, Operands, Weighting
+from .micro_step import FOLDS, Flat, LossProgram, Operands, Weighting
 
 # == The run of a loop =================================================================
 
@@ -46,7 +46,7 @@ class Outcome(NamedTuple):
 def run_loop(
     program: LossProgram,
     operands: Operands,
-    devices: DeviceContext,
+    devices: meshes.DeviceContext,
     *,
     begins: bool,
     merges: bool,
@@ -68,7 +68,7 @@ def run_loop(
     leaves = operands.batch[: operands.rows]
     # The sums that the compiler reduces over devices in each micro-step would be twice
     # as large.
-    reduces = devices.sums_already or devices.gathered or devices.split_by_compiler
+    reduces = devices.sums_already or devices.by is meshes.By.COMPILER
     loop = Loop(
         program,
         devices,
@@ -349,7 +349,7 @@ class Loop:
     """
 
     program: LossProgram
-    devices: DeviceContext
+    devices: meshes.DeviceContext
     num_microbatches: int
     additions: Additions
     rounds_once: bool
@@ -370,12 +370,8 @@ class Loop:
         """The loop after all passes. JAX cannot transform a loop with references."""
         if not self.program.optimize:
             return self.as_written(operands)
-        facts = Facts(
-            sliced=self.program.sliced,
-            rounds_once=self.rounds_once,
-            local=self.devices.is_local,
-            logical=bool(self.devices.logical),
-        )
+        sliced = self.program.sliced
+        facts = Facts(self.devices, sliced=sliced, rounds_once=self.rounds_once)
         return with_passes(self.as_written, operands, facts)
 
     def as_written(self, operands: Operands) -> State:
@@ -543,7 +539,9 @@ def _pull(pullback: Any, cotangent: jax.Array, *slots: Any) -> Sequence[jax.Arra
 # == States of devices, put together ===================================================
 
 
-def on_logical_devices(loop: Loop, operands: Operands, devices: DeviceContext) -> State:
+def on_logical_devices(
+    loop: Loop, operands: Operands, devices: meshes.DeviceContext
+) -> State:
     """The state of all logical devices of this device. Each runs the loop by itself."""
     number, axes = devices.logical, devices.axes
     indices = number * jax.lax.axis_index(axes) + jnp.arange(number, dtype=jnp.int32)
@@ -587,7 +585,7 @@ def _averages(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def all_reduced(loop: Loop, state: State, devices: DeviceContext) -> State:
+def all_reduced(loop: Loop, state: State, devices: meshes.DeviceContext) -> State:
     """The state of all devices: one all-reduce, and one collective a sharded leaf."""
     axes = devices.axes
     merges = [FOLDS[name].merge for name in loop.program.folds]

@@ -9,7 +9,6 @@ micro-batches together.
 
 import functools
 import itertools
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,9 +21,9 @@ from jax.typing import ArrayLike
 from .. import accumulator
 from .._checks import named_leaves, on_host
 from .._devices import collectives, meshes
-from .._devices.meshes import Axes, Placement
+from .._devices.meshes import Axes, DeviceContext
 from .._passes import about, jaxprs, table
-from .._passes.about import Facts, ParamSharding, Reason
+from .._passes.about import Facts, Reason
 from .._passes.primitives import ADD_TO, NEW_REF
 from .._passes.table import arrival, is_cut, use_of
 
@@ -96,47 +95,6 @@ class Operands(NamedTuple):
     rows: int = 0
 
 
-class DeviceContext(NamedTuple):
-    """The devices on which a loop runs, and how their sums come together.
-
-    Attributes:
-      names: the names of the parameters, for logs.
-      axes: the data axes that are bound.
-      placements: how the gradient of each leaf is merged over these axes.
-      scattered: the gradients that are scattered before they are added, and how.
-      logical: the number of devices that this device stands for; 0 for itself alone.
-      gathered: how parameters are sharded that every micro-step gathers; or None.
-      gathered_once: for each parameter, True if it is gathered before the loop, and
-        may come in lower precision.
-      shards: the parts of constants that are gathered where they are used, by the ids
-        of the constants.
-      window: the axis over which rows meet, if there is one, and its size.
-      split_by_compiler: True if the compiler distributes what is computed; None if that
-        is not known.
-    """
-
-    names: Sequence[str]
-    axes: Axes = ()
-    placements: Sequence[Placement] = ()
-    scattered: Mapping[int, Placement] = types.MappingProxyType({})
-    logical: int = 0
-    gathered: ParamSharding | None = None
-    gathered_once: Sequence[bool] = ()
-    shards: Mapping[int, Any] = types.MappingProxyType({})
-    window: Sequence[tuple[str, int]] = ()
-    split_by_compiler: bool | None = False
-
-    @property
-    def is_local(self) -> bool:
-        """True if it is known that no compiler distributes what is computed."""
-        return self.split_by_compiler is False
-
-    @property
-    def sums_already(self) -> bool:
-        """True if the backward pass sums over devices."""
-        return any(place.summed for place in self.placements)
-
-
 def run_passes(
     program: jaxprs.Program, devices: DeviceContext, multiplies: bool, optimize: bool
 ) -> tuple[jaxprs.Program, list[str | None]]:
@@ -144,14 +102,7 @@ def run_passes(
     number = len(devices.names)
     if not optimize:
         return program, [None] * number
-    facts = Facts(
-        num_params=number,
-        adds_in_place=can_add_in_place(program.jaxpr, multiplies),
-        param_sharding=devices.gathered,
-        gathered_once=devices.gathered_once,
-        shards=devices.shards,
-        window=devices.window,
-    )
+    facts = Facts(devices, can_add_in_place(program.jaxpr, multiplies))
     program = table.run_scope("fun", program, facts)
     arrivals = [arrival(program.jaxpr, x) for x in program.jaxpr.invars[:number]]
     return table.run_scope("sharded fun", program, facts), arrivals

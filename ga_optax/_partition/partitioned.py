@@ -616,6 +616,22 @@ _KNOWN: dict[str, Rule] = {
     "gather": indexing.gather,  # which follows its row by itself
 }
 
+# Each number of a result needs those at the same place along rows, or their sum: it is
+# the same whatever rows are next to each other.
+_IN_ANY_ORDER = {x for x, rule in _KNOWN.items() if rule is factors.along_rows}
+_IN_ANY_ORDER |= {"reduce_sum", "dot_general"}
+
+
+def in_any_order(jaxpr: core.Jaxpr, part: Partitioned) -> bool:
+    """True if `part`, made of `jaxpr`, is surely the same for rows in any order."""
+    every = (e for e in jaxprs.equations(jaxpr) if jaxprs.kind(e) != "call")
+    by_place = part.meets or part.reads_index or part.whole or part.failures or part.cut
+    has_rows = any(isinstance(x, Rows) for x in part.layouts)
+    return not (by_place or has_rows) and all(
+        e.primitive.name in _IN_ANY_ORDER for e in every
+    )
+
+
 RULES = Rules(
     lambda w, e, vs: vs,
     _KNOWN,

@@ -18,10 +18,9 @@ import os
 import re
 import sysconfig
 import traceback
-import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -32,7 +31,7 @@ from jax.extend import core, source_info_util
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._devices import meshes
-from .._devices.meshes import AnyMesh
+from .._devices.meshes import DeviceContext
 from . import jaxprs, primitives
 from .primitives import ADD_TO, CAST, NEW_REF, PRODUCT, READ_OUT, WRITE
 
@@ -537,49 +536,22 @@ def constraint_on(
 # == Facts of the call =================================================================
 
 
-class ParamSharding(NamedTuple):
-    """The sharding of parameters on a mesh, over whose data axes the compiler splits.
-
-    Attributes:
-      specs: the `PartitionSpec` of each parameter, or None.
-      axes: the data axes.
-      mesh: the mesh.
-    """
-
-    specs: Sequence[Any]
-    axes: meshes.Axes
-    mesh: AnyMesh
-
-
 class Facts(NamedTuple):
     """Facts about a call.
 
     Attributes:
-      num_params: the number of parameters; they are the program's first arguments.
+      devices: the devices; parameters are the program's first arguments.
       adds_in_place: True if gradients may be added inside the backward pass.
-      param_sharding: the sharding of parameters that are gathered where they are used.
-      gathered_once: for each parameter, True if it is gathered before the loop.
-      shards: the parts of constants that are gathered where they are used, by the ids
-        of the constants.
-      window: the axis over which rows meet, if there is one, and its size.
       sliced: for each sum of gradients (the first results), True if the sum can be
         added slice by slice. Otherwise a stack of slices exists as a whole, and stays
         in low precision.
       rounds_once: True if gradients are rounded in those sums alone.
-      local: True if no compiler distributes the loop over devices.
-      logical: True if the loop runs for logical devices.
     """
 
-    num_params: int = 0
+    devices: DeviceContext = DeviceContext()
     adds_in_place: bool = False
-    param_sharding: ParamSharding | None = None
-    gathered_once: Sequence[bool] = ()
-    shards: Mapping[int, Any] = types.MappingProxyType({})
-    window: Sequence[tuple[str, int]] = ()
     sliced: Sequence[bool] = ()
     rounds_once: bool = False
-    local: bool = False
-    logical: bool = False
 
 
 # == Probe =============================================================================

@@ -73,7 +73,7 @@ def numbers(shape: Iterable[Any]) -> int:
 
     `jax.export` leaves sizes open, and symbolic sizes cannot be compared.
     """
-    return math.prod(n if isinstance(n, int) else 1024 for n in shape)
+    return math.prod([n if isinstance(n, int) else 1024 for n in shape])
 
 
 def times(equation: core.JaxprEqn) -> int:
@@ -83,19 +83,17 @@ def times(equation: core.JaxprEqn) -> int:
 
 def computed(equation: core.JaxprEqn) -> int:
     """The number of elements that an equation computes, in all iterations of a loop."""
-    inside = sum(computed(e) for p in inner_programs(equation) for e in p.eqns)
-    results = sum(numbers(getattr(x.aval, "shape", (0,))) for x in equation.outvars)
+    inside = sum([computed(e) for p in inner_programs(equation) for e in p.eqns])
+    results = sum([numbers(getattr(x.aval, "shape", (0,))) for x in equation.outvars])
     return times(equation) * inside or results
 
 
 def is_cheap(equation: core.JaxprEqn) -> bool:
     """True if running an equation again costs little more than reading its results."""
-    return all(
-        kind(e) not in _REPEATED
-        if inner_programs(e)
-        else not primitives.entry_of(e).is_dear
-        for e in within(equation)
-    )
+    for e in within(equation):
+        if (kind(e) in _REPEATED) if inner(e) else primitives.entry_of(e).is_dear:
+            return False
+    return True
 
 
 def work(equation: core.JaxprEqn) -> float:
@@ -157,8 +155,7 @@ def name_of(equation: core.JaxprEqn) -> str:
 
 def kind(equation: core.JaxprEqn) -> str | None:
     """One of `PROGRAM_KINDS`, if an equation runs programs; None for others."""
-    kind = primitives.entry_of(equation).kind
-    return kind if kind in primitives.PROGRAM_KINDS else None
+    return primitives.KINDS.get(equation.primitive.name)
 
 
 def is_inline(equation: core.JaxprEqn) -> bool:
@@ -167,20 +164,18 @@ def is_inline(equation: core.JaxprEqn) -> bool:
 
 
 def inner(equation: core.JaxprEqn) -> list[Program]:
-    """The programs inside an equation: loop bodies, branches, jitted functions."""
-    return [
-        Program(getattr(x, "jaxpr", x), getattr(x, "consts", ()))
-        for x in _programs(equation.params.values())
-    ]
+    """The programs inside an equation: loop bodies, branches, jitted functions.
 
-
-def _programs(parameters: Iterable[Any]) -> Iterator[Any]:
-    """The programs among parameters, or in tuples of these."""
-    for x in parameters:
+    They are parameters, or in tuples of these.
+    """
+    found, stack = [], list(equation.params.values())[::-1]
+    while stack:
+        x = stack.pop()
         if hasattr(x, "eqns"):
-            yield x
+            found.append(Program(getattr(x, "jaxpr", x), getattr(x, "consts", ())))
         elif isinstance(x, (tuple, list)):
-            yield from _programs(x)
+            stack += x[::-1]
+    return found
 
 
 def inner_programs(equation: core.JaxprEqn) -> list[core.Jaxpr]:
@@ -197,17 +192,21 @@ def operands(equation: core.JaxprEqn, program: core.Jaxpr) -> list[Any]:
     return list(equation.invars[len(equation.invars) - len(program.invars) :])
 
 
-def within(equation: core.JaxprEqn) -> Iterator[core.JaxprEqn]:
+def within(equation: core.JaxprEqn) -> list[core.JaxprEqn]:
     """An equation, and all equations inside it."""
-    yield equation
-    for program in inner_programs(equation):
-        yield from equations(program)
+    programs = inner_programs(equation)
+    return [equation, *[e for program in programs for e in equations(program)]]
 
 
-def equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+_equations: Any = weakref.WeakKeyDictionary()  # by program, which never changes
+
+
+def equations(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
     """All equations of a program, and of the programs inside."""
-    for equation in jaxpr.eqns:
-        yield from within(equation)
+    if (found := _equations.get(jaxpr)) is None:
+        found = [e for equation in jaxpr.eqns for e in within(equation)]
+        _equations[jaxpr] = found
+    return found
 
 
 def axes_of(equation: core.JaxprEqn) -> list[Any]:
@@ -262,7 +261,7 @@ def is_variable(x: Any) -> bool:
 
 def is_among(x: Any, some: Collection[Any]) -> bool:
     """True if an operand is one of some variables; a literal has no hash."""
-    return is_variable(x) and x in some
+    return not isinstance(x, core.Literal) and x in some
 
 
 def is_reference(x: Any) -> bool:
@@ -451,14 +450,15 @@ def key_of(
     `without` do not count.
     """
     ins = equation.invars
-    operands = tuple(of(x) if is_variable(x) else _value_of(x) for x in ins)
-    params = tuple(
+    operands = [_value_of(x) if isinstance(x, core.Literal) else of(x) for x in ins]
+    params = [
         (name, _form_of(x, without))
         for name, x in sorted(equation.params.items())
         if name not in without
-    )
+    ]
     # The context of the trace: a mesh, a type of computation.
-    return equation.primitive, operands, params, id(getattr(equation, "ctx", None))
+    context = id(getattr(equation, "ctx", None))
+    return equation.primitive, tuple(operands), tuple(params), context
 
 
 def _value_of(literal: Any) -> tuple[Any, bytes]:
@@ -474,7 +474,7 @@ def form(jaxpr: core.Jaxpr, without: Collection[str] = ()) -> Any:
         return numbers.setdefault(x, len(numbers)) if is_variable(x) else _value_of(x)
 
     def new(xs: Iterable[Any]) -> Any:
-        return tuple((number(x), x.aval) for x in xs)
+        return tuple([(number(x), x.aval) for x in xs])
 
     args = new((*jaxpr.constvars, *jaxpr.invars))
     equations = [(key_of(e, number, without), new(e.outvars)) for e in jaxpr.eqns]
@@ -486,7 +486,7 @@ def _form_of(x: Any, without: Collection[str]) -> Any:
         consts = tuple(map(id, getattr(x, "consts", ())))
         return form(getattr(x, "jaxpr", x), without), consts
     if isinstance(x, (tuple, list)):
-        return tuple(_form_of(y, without) for y in x)
+        return tuple([_form_of(y, without) for y in x])
     try:
         hash(x)
     except TypeError:
@@ -566,7 +566,12 @@ def changed(
     jaxpr: core.Jaxpr, change: Callable[[core.JaxprEqn], Iterable[core.JaxprEqn]]
 ) -> core.Jaxpr:
     """The program with new equations in place of each; itself if all stay the same."""
-    eqns = [new for equation in jaxpr.eqns for new in change(equation)]
+    new = [x for equation in jaxpr.eqns for x in change(equation)]
+    return with_equations(jaxpr, new)
+
+
+def with_equations(jaxpr: core.Jaxpr, eqns: list[core.JaxprEqn]) -> core.Jaxpr:
+    """The program of other equations; itself if all are the same."""
     same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
     return jaxpr if same else jaxpr.replace(eqns=eqns)
 

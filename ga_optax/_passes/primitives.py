@@ -57,13 +57,17 @@ def parse(dims: str, ins: tuple[Shape, ...], outs: tuple[Shape, ...]) -> list[Fa
 
 def factors_of_dims(dims: Dims) -> list[Factor]:
     """The factors, in the order in which their names first come."""
-    factors = dict.fromkeys(x for side in dims for names in side for x in names)
+    factors = dict.fromkeys([x for side in dims for names in side for x in names])
     factors.pop(None, None)
-
-    def places(x: Any, side: Sequence[Sequence[Any]]) -> Axes:
-        return tuple(list(of).index(x) if x in of else None for of in side)
-
-    return [Factor(*(places(x, side) for side in dims)) for x in factors]
+    return [
+        Factor(
+            *[
+                tuple([list(of).index(x) if x in of else None for of in side])
+                for side in dims
+            ]
+        )
+        for x in factors
+    ]
 
 
 class Split(NamedTuple):
@@ -528,3 +532,6 @@ _KINDS = {
 for _kind, _names in _KINDS.items():
     _entry(_names, None, "", DEAR, {"kind": _kind})
 _entry("custom_jvp_call", None, "", DEAR, PASSED, {"kind": "open"})
+
+# The kinds of primitives that run programs.
+KINDS = {x: row.kind for x, row in TABLE.items() if row.kind in PROGRAM_KINDS}

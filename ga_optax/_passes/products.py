@@ -107,7 +107,8 @@ class _Rewriter:
         self.refs.update(invars[i] for i in refs)
         new = {id(e): self._replacement(e) for e in reversed(eqns)}
         new |= self._new_products()
-        jaxpr = jaxprs.changed(self.jaxpr, lambda e: new[id(e)])
+        changed = [x for e in eqns for x in new[id(e)]]
+        jaxpr = jaxprs.with_equations(self.jaxpr, changed)
         if (widest := self._widest(outvars)) != outvars:
             jaxpr = jaxpr.replace(outvars=widest)
         return jaxpr, {i: self.sums[x] for i, x in enumerate(invars) if x in self.sums}
@@ -127,14 +128,15 @@ class _Rewriter:
 
     def _replacement(self, equation: core.JaxprEqn) -> list[core.JaxprEqn]:
         """The equations in place of one whose readers are replaced already."""
-        name, entry = equation.primitive.name, primitives.entry_of(equation)
         ins: list[Any] = equation.invars
         sums = [self.sums[x] for x in equation.outvars if x in self.sums]
-        refs = [i for i, x in enumerate(ins) if jaxprs.is_among(x, self.refs)]
-        sliced = all(x.sliced for x in sums)
-        is_wide = any(x.wide for x in sums)
+        pairs = enumerate(ins if self.refs else ())
+        refs = [i for i, x in pairs if jaxprs.is_among(x, self.refs)]
         if not sums and not refs:
             return [equation]
+        name, entry = equation.primitive.name, primitives.entry_of(equation)
+        sliced = all(x.sliced for x in sums)
+        is_wide = any(x.wide for x in sums)
         if jaxprs.kind(equation) in _INLINED:
             return [self._call(equation, refs)]
         if name == primitives.PRODUCT or (is_wide and name == primitives.CONVOLUTION):
@@ -173,7 +175,9 @@ class _Rewriter:
         """An addition to a reference, or a write: what it adds is a sum."""
         x = equation.invars[1]
         self.sums[x] = _Sum(True)
-        adds = self.facts.local and equation.primitive.name == primitives.ADD_TO
+        adds = (
+            self.facts.devices.is_local and equation.primitive.name == primitives.ADD_TO
+        )
         return _fenced(equation) if adds and _is_product(self.jaxpr, x) else [equation]
 
     def _cast(self, cast: core.JaxprEqn, sliced: bool) -> core.JaxprEqn:

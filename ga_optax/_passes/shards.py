@@ -60,7 +60,7 @@ jax.tree_util.register_pytree_node(
 def gathered_at_use(program: jaxprs.Program, facts: Facts) -> jaxprs.Program:
     """The program, some constants of which are gathered where they are used."""
     jaxpr, consts = program.jaxpr, list(program.consts)
-    shards = [facts.shards.get(id(x)) for x in consts]
+    shards = [facts.devices.shards.get(id(x)) for x in consts]
     if not any(shards) or any(map(jaxprs.is_reference, jaxpr.constvars)):
         return program
     pairs = zip(shards, jaxpr.constvars, strict=True)
@@ -72,7 +72,7 @@ def gathered_at_use(program: jaxprs.Program, facts: Facts) -> jaxprs.Program:
         program = jaxprs.Program(jaxpr, values)
         return _whole(_Reader().run(program, xs[number:]))
 
-    trace = jax.make_jaxpr(of_parts, axis_env=facts.window)
+    trace = jax.make_jaxpr(of_parts, axis_env=facts.devices.window)
     new: Any = trace(*types, *(x.aval for x in jaxpr.invars))
     parts = [x.part if x else y for x, y in zip(shards, consts, strict=True)]
     return jaxprs.Program(

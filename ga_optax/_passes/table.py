@@ -159,7 +159,7 @@ def casts_sunk(program: Program, facts: Facts) -> Program:
     Otherwise a cast stays: the gradients of all layers would be a wider stack.
     """
     jaxpr = program.jaxpr
-    for x in jaxpr.invars[: facts.num_params]:
+    for x in jaxpr.invars[: len(facts.devices.names)]:
         moved = _sunk(jaxpr, x)
         if arrival(moved, x) == "slices":
             jaxpr = moved
@@ -258,7 +258,7 @@ def is_narrowed(jaxpr: core.Jaxpr, variable: Any) -> bool:
 def params_narrowed(program: Program, facts: Facts) -> Program:
     """The program, which takes some parameters in the dtype to which it casts them."""
     jaxpr = program.jaxpr
-    for i, is_gathered in enumerate(facts.gathered_once):
+    for i, is_gathered in enumerate(facts.devices.gathered_once):
         x = jaxpr.invars[i]
         if is_gathered and (dtype := _dtype_of_cast(jaxpr, x)):
             jaxpr = _taking(jaxpr, i, dtype)
@@ -341,7 +341,7 @@ class _Specs(NamedTuple):
 
 def params_gathered(program: Program, facts: Facts) -> Program:
     """The program with constraints where it uses parameters, its first arguments."""
-    jaxpr, sharding, sharded = program.jaxpr, facts.param_sharding, {}
+    jaxpr, sharding, sharded = program.jaxpr, facts.devices.gathered, {}
     if sharding is None:
         return program
     params: list[Any] = jaxpr.invars[: len(sharding.specs)]
@@ -456,7 +456,7 @@ PASSES = (
         "fun",
         "same to rounding",
         params_narrowed,
-        lambda facts: any(facts.gathered_once),
+        lambda facts: any(facts.devices.gathered_once),
     ),
     Pass("gathered", "sharded fun", "same to rounding", params_gathered),
     Pass(
@@ -464,7 +464,7 @@ PASSES = (
         "sharded fun",
         "same to rounding",
         shards.gathered_at_use,
-        lambda facts: bool(facts.shards),
+        lambda facts: bool(facts.devices.shards),
     ),
     Pass("repeats", "micro-step", "same program", products.repeats_called),
     Pass("products", "loop", "rounded once", products.added_in_products),
@@ -473,7 +473,7 @@ PASSES = (
         "loop",
         "same bits on any number of devices",
         products.duplicates_merged,
-        lambda facts: facts.logical,
+        lambda facts: facts.devices.logical > 0,
     ),
 )
 _failed: set[str] = set()

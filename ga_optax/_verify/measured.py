@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from .._devices.collectives import split_rows
+from .._devices.collectives import Membership, split_rows
 from .._partition.held import PARTIAL, WHOLE, Axis, Rows
 from .._partition.partitioned import Argument, partition
 from .._passes import about, jaxprs, rowwise
@@ -173,7 +173,8 @@ class Problem(NamedTuple):
     def parts(self) -> list[Any]:
         """The leaves of the batch; first of all axes is that of the micro-batches."""
         pairs = zip(jax.tree.leaves(self.batch), self.axes, strict=True)
-        return [x if d is None else split_rows(x, self.k, d, False) for x, d in pairs]
+        near = Membership.NEIGHBOURS
+        return [x if d is None else split_rows(x, self.k, d, near) for x, d in pairs]
 
     def args(self, part: Any) -> tuple[Any, ...]:
         """The arguments of the loss for a micro-batch, or for all rows if None."""

@@ -29,7 +29,7 @@ from .._loop.loop import (
     stacked_addition,
     with_passes,
 )
-from .._loop.micro_step import FOLDS, DeviceContext, LossProgram, Operands, Weighting
+from .._loop.micro_step import FOLDS, LossProgram, Operands, Weighting
 from .._passes import about, jaxprs
 from .._passes.about import Facts
 from .._passes.jaxprs import is_inexact
@@ -90,7 +90,7 @@ class Evaluation:
         self,
         loss: MeetingLoss,
         operands: Operands,
-        devices: DeviceContext,
+        devices: meshes.DeviceContext,
         residual_bytes: int | None,
     ) -> None:
         self.residual_bytes = residual_bytes

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from .._devices.meshes import DeviceContext
 from .._loop.loop import Outcome, all_reduced, run_loop
-from .._loop.micro_step import DeviceContext, LossProgram, Operands, of_last_device
+from .._loop.micro_step import LossProgram, Operands, of_last_device
 from .._passes import about, jaxprs
 from .._text import columns, warn
 from . import levels
