@@ -351,8 +351,8 @@ FAULTS = """
 + return jax.lax.add(counter, jnp.ones_like(counter))
 @ _across/window.py: test_multi_steps_numbers
 * a window without a weight for its micro-batches
-- new = accumulator.add(old, terms, weight)
-+ new = accumulator.add(old, terms)
+- new = accumulator.add(old, self.terms, self.weight)
++ new = accumulator.add(old, self.terms)
 * a window that closes one micro-step late
 - return count.astype(wide) >= k.astype(wide)
 + return count.astype(wide) > k.astype(wide)
@@ -360,14 +360,14 @@ FAULTS = """
 - return choices.select(skip, old, new)
 + return new
 * a window of weight 0 that steps
-- steps = choices.both(self.closes, self._has_weight(acc))
-+ steps = self.closes
+- steps = choices.both(closes, has_weight(acc))
++ steps = closes
 * a dropped window that is not counted
-- emitted=emitted, skipped_windows=self.closes & ~emitted, **events
-+ emitted=emitted, skipped_windows=self.closes & emitted, **events
+- skipped = closes & ~emitted
++ skipped = closes & emitted
 * what a function that skips keeps is lost
-- return skip, state._replace(skip_state=skip_state)
-+ return skip, state
+- return out, state._replace(total=total, skip_state=skip_state)
++ return out, state._replace(total=total)
 * a norm without the imaginary parts
 - for part in accumulator.parts(leaf)
 + for part in accumulator.parts(leaf)[:1]
@@ -410,13 +410,14 @@ FAULTS = """
 * a sum for a mean across calls
 - jax.tree.map(divide, grads) if self.use_grad_mean else grads
 + grads
-@ _across/config.py: test_multi_steps_devices
+@ _across/window.py: test_multi_steps_devices
 * skips on one device alone
-- return jax.lax.pmax(collectives
-+ return jax.lax.pmin(collectives
+- decision = jax.lax.pmax(collectives
++ decision = jax.lax.pmin(collectives
 * reduced gradients that nobody refuses
--             if reduced:
-+             if False:
+-         if reduced:
++         if False:
+@ _across/config.py: test_multi_steps_devices
 * the sum over devices of one device's accumulator is its own
 - whole = collectives.merge_across(acc._replace(total=total), self.axes)
 + whole = acc._replace(total=total)

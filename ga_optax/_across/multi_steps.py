@@ -26,7 +26,6 @@ from jax.typing import ArrayLike, DTypeLike
 from .._checks import check_dtype, check_gradients, check_on_device
 from .._devices import meshes
 from .._text import listed
-from . import window
 from .choices import check_decisions
 from .config import (
     Config,
@@ -45,7 +44,7 @@ from .state import (
     state_type,
     warn_of_counts,
 )
-from .window import Request
+from .window import MicroStep
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -195,7 +194,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         >>> tx.state_specs.total, tx.state_specs.inner_opt_state
         (P('data',), P())
         """
-        kind, spec = state_type(self._config.use_grad_mean), self._config.storage.spec
+        kind, spec = state_type(self._config.use_grad_mean), self._config.spec
         specs: Any = kind._make([PartitionSpec()] * len(kind._fields))
         return specs._replace(total=spec, weight=spec, arg_totals=spec)
 
@@ -234,9 +233,8 @@ def _update_of(config: Config) -> Callable[..., Any]:
         """Adds a gradient; the updates are zero until the window closes."""
         _check_spelling(extra_args)
         check_order(grads=grads, params=params)
-        return window.micro_step(
-            Request(config, state, grads, params, extra_args, weight, applies=False)
-        )
+        arguments = config, state, grads, params, extra_args, weight
+        return MicroStep(*arguments, applies=False).run()
 
     @functools.wraps(update)
     def update_as_in_optax(*args: Any, **kwargs: Any) -> Any:
@@ -338,9 +336,8 @@ def apply_gradients(
     if isinstance(tx, MultiSteps):
         config = tx._config
         _check_extra_args(config.opt, extra_args)
-        return window.micro_step(
-            Request(config, state, grads, params, extra_args, weight, emit)
-        )
+        arguments = config, state, grads, params, extra_args, weight, emit
+        return MicroStep(*arguments).run()
 
     if emit is not None:
         raise _no_multi_steps("emit", tx)
@@ -396,7 +393,7 @@ def flush(
     check_order(params=params)
     extra_args |= dict.fromkeys(config.mean_argnames, 0.0)  # only their types are read
     trained = differentiated(params)
-    return window.close_early(Request(config, state, trained, params, extra_args))
+    return MicroStep(config, state, trained, params, extra_args).close_early()
 
 
 def _check_opt(opt: Any, k: Any) -> None:
