@@ -171,6 +171,9 @@ FAULTS = """
 + rows = next(iter(sizes))
 * a raw key is split
 + def _is_raw_key(...): return False
+@ _calls/batches.py: test_refused
+* no argument is taken for the batch that another one was said to be
++ def or_another(...): return ""
 @ _calls/call.py: test_arguments
 * the gradient of the imaginary part
 - return loss.real, (loss, aux)

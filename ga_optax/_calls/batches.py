@@ -118,7 +118,7 @@ def axes_of(call: Call, hint: bool) -> list[int | None]:
             has = f"has shape {jnp.shape(x)}" if ndim else "is a scalar"
             raise ValueError(
                 "Every leaf of the batch must have a batch axis, here axis "
-                f"{axis}, but {name} {has}. {todo}"
+                f"{axis}, but {name} {has}. {todo}{or_another(call)}"
             )
         leaf_axes[i] = axis % ndim
     return leaf_axes
@@ -180,7 +180,7 @@ def checked_split(call: Call, hint: bool) -> Call:
         if may_rest:
             number = -(-rows // size)
         else:
-            number = _quotient("microbatch_size", size, divided)
+            number = _quotient(call, "microbatch_size", size, divided)
         options = options._replace(num_microbatches=number, microbatch_size=None)
         call = call._replace(options=options)
     if may_rest and options.num_microbatches < rows:
@@ -199,19 +199,45 @@ def checked_split(call: Call, hint: bool) -> Call:
             f'dimension that it divides, such as jax.export.symbolic_shape("{k}*b").'
         )
     if not call.rest:
-        _quotient("num_microbatches", k, of_device)
+        _quotient(call, "num_microbatches", k, of_device)
     return call
 
 
-def _quotient(option: str, number: int, rows: tuple[int, str, str]) -> int:
+def or_another(call: Call) -> str:
+    """A sentence on an argument that may be the batch, if the one that is looks odd.
+
+    It has one number of rows, k or more, in all leaves, and the batch has not.
+    """
+    batch, k = call.roles["batch_argnums"], call.options.num_microbatches or 1
+
+    def lengths(*places: Argument) -> list[int]:
+        leaves = jax.tree.leaves([call.at(i) for i in places])
+        of_leaves = {(*np.shape(x), 0)[0] for x in leaves}
+        return sorted(n for n in of_leaves if isinstance(n, int))
+
+    if len(rows := lengths(*batch)) == 1 and rows[0] >= k:
+        return ""
+    for i in (*range(len(call.args)), *call.kwargs):
+        if i not in batch and len(rows := lengths(i)) == 1 and rows[0] >= k:
+            return (
+                f" If {argument(i)}, with {rows[0]} rows in each leaf, is the batch, "
+                "the arguments are swapped; or name that one in batch_argnums."
+            )
+    return ""
+
+
+def _quotient(call: Call, option: str, number: int, rows: tuple[int, str, str]) -> int:
     """The number of rows over `number`; raises if `number` does not divide it."""
     part, what, todo = rows
     if part % number:
         nearest = sorted(divisors(part), key=lambda d: abs(d - number))[:8]
         use = one_of(sorted(nearest))
         rest = uneven(part, number if option == "num_microbatches" else part // number)
+        if number > part:
+            rest += " One example alone has no rows: give each leaf a batch axis."
         raise ValueError(
             f"{option}={number} must divide {what}. Use {use}{todo}. {rest}"
+            f"{or_another(call)}"
         )
     return part // number
 
@@ -304,7 +330,7 @@ def _check_one_length(call: Call, rows: int, came: str) -> None:
             raise ValueError(
                 "All leaves of the batch must have one length along their batch axis, "
                 f"but {came} and {name} has shape {jnp.shape(x)}. "
-                f"{_A_KEY_ALONE if _is_raw_key(x) else todo}"
+                f"{_A_KEY_ALONE if _is_raw_key(x) else todo}{or_another(call)}"
             )
 
 

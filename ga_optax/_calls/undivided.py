@@ -101,7 +101,7 @@ def does_not_divide(call: Call, jaxpr: Any) -> DoesNotFitError:
     return DoesNotFitError(
         f"num_microbatches={k} must divide the batch axis if rows meet, but {came}"
         f"{where}. Use {one_of(divisors(number))}{todo * more}. "
-        f"{batches.uneven(number, k)}"
+        f"{batches.uneven(number, k)}{batches.or_another(call)}"
     )
 
 

@@ -100,6 +100,11 @@ W, X, batch_axes=1 -> V leaf of the batch must have a batch axis | (8,)
   | None in batch_axes
 W, {"b": X}, batch_axes={"a": 0} -> V must be a prefix of the batch | 'a'
   | Pass an int, None
+{"x": np.ones((8, 3), np.float32), "y": X}, {"w": np.ones(3), "b": W}, k=4
+  -> V batch axis | If argument 0, with 8 rows in each leaf, is the batch
+  | swapped; or name that one in batch_argnums.
+W, {"x": X[:3], "y": X[:3]}, k=4 -> V must divide | leaf ['x'] has shape (3,)
+  | mask.sum(). One example alone has no rows: give each leaf a batch axis.
 W, X, fun=lambda w, x: x -> V be a scalar | shape | Return its mean
 W, X, fun=lambda w, x: jnp.int32(1)
   -> T The loss must be real and floating | dtype int32 | Cast it
