@@ -174,6 +174,12 @@ FAULTS = """
 @ _calls/batches.py: test_refused
 * no argument is taken for the batch that another one was said to be
 + def or_another(...): return ""
+@ _calls/batches.py: test_law_told
+* a number of classes is warned of as a table is
+- votes[n] > votes[rows]
++ votes[n] >= votes[rows]
+* nothing is said of a table that is taken for the rows
++ def _warn_of_rows(...): return None
 @ _calls/call.py: test_arguments
 * the gradient of the imaginary part
 - return loss.real, (loss, aux)
@@ -375,6 +381,9 @@ FAULTS = """
 - for part in accumulator.parts(leaf)
 + for part in accumulator.parts(leaf)[:1]
 @ _across/config.py: test_multi_steps_composition
+* nothing is said of a window that apply_if_finite leaves out and counts
+- if finite and not (
++ if not finite and not (
 * slow parameters that have a gradient, too
 - return node.fast if is_pair(node) else node
 + return node
@@ -538,6 +547,9 @@ FAULTS = """
 - math.prod(t for t in trips if t is not None)
 + max(t for t in [*trips, 1] if t is not None)
 @ _verify/diagnosis.py: test_verify
+* leaves without rows are split as the batch is
+- None if axis is None or x.shape[axis] != rows else axis
++ axis
 * verify: every difference is rounding
 - return bool((off <= self.tolerance * terms + _FLOOR * norm(terms)).all())
 + return True

@@ -20,7 +20,7 @@ import numpy as np
 from jax.interpreters import pxla
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .._checks import brief, check_int, leaf_name, named_leaves
+from .._checks import brief, check_int, divisors, leaf_name, named_leaves, one_of
 
 # == Axes and shardings ================================================================
 # Questions about meshes: axes of the batch, shardings of parameters, varying values.
@@ -413,6 +413,24 @@ def check_scatter(
                 f"automatic, but {explicit} is explicit. Use AxisType.Auto, or "
                 'sync="each".'
             )
+
+
+def check_logical(total: int, axes: Axes, number: int, params: Any) -> None:
+    """Raises if a number of devices cannot compute as so many would."""
+    for name, x in named_leaves(params):
+        spec = spec_of_type(x)
+        if set(itertools.chain(*map(names_in, spec))) - set(axes):
+            raise ValueError(
+                "logical_devices needs automatic axes beside the data axis, up to jax "
+                f"0.12, but an explicit one shards {name}: its type is "
+                f"{jax.typeof(x)}. Use AxisType.Auto, or leave logical_devices out."
+            )
+    if total % number:
+        raise ValueError(
+            f"The devices along data_axis={axes} must divide logical_devices="
+            f"{total}, but there are {number}. Use {one_of(divisors(total))} "
+            "of them, or other logical devices (and then other bits)."
+        )
 
 
 # == The data axis =====================================================================
