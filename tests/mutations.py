@@ -191,6 +191,9 @@ FAULTS = """
 * a report takes what is added up for the whole
 - "part" if v.is_partial else "all"
 + "all"
+@ _calls/rows.py: test_refused
+* a loss may sum over devices of which it has one
++ def check_no_region(...): return None
 @ _calls/rows.py: test_anywhere
 * gradients of rows upside down
 - for x, aval, d in triples

@@ -203,6 +203,7 @@ def trace(call: Call) -> Traced:
             closed, out = make(*types)
     except ManualAxisError as error:
         closed, out = _without_mesh(make, types, error)
+    rows.check_no_region(call, closed.jaxpr)
     rows.check_not_reduced(call, closed.out_avals[0])
     about.check_own_references(closed.jaxpr)
     return Traced(call, closed, out)

@@ -37,6 +37,7 @@ from .options import Argument, Options
 from .rows import (
     REPLICATED,
     ManualAxisError,
+    check_no_region,
     check_not_reduced,
     errors_explained,
     over_mesh,
@@ -333,6 +334,7 @@ def traced_micro_batch(
     trace = jax.make_jaxpr(run, return_shape=True)
     with errors_explained(call):
         closed, shapes = trace(*arguments)
+    check_no_region(call, closed.jaxpr)
     devices = call.devices
     closed = closed.replace(
         jaxpr=about.constraints_without(closed.jaxpr, devices.bound)

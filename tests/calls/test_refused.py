@@ -287,6 +287,16 @@ def explicit():
     jax.jit(ga.value_and_grad(untraced, 16))(jnp.ones(3), x)
 
 
+def mapped(make, sync="last", **where):
+    """A loss that maps over the data axis itself, and sums over it."""
+    sums = lambda x: jax.lax.psum(jnp.sum(x), "data")  # noqa: E731
+    where |= {"in_specs": P("data"), "out_specs": P()}
+    fun = lambda w, x: w * jax.shard_map(sums, **where)(x)  # noqa: E731
+    with jax.set_mesh(mesh_of(2)):
+        step = jax.jit(make(fun, 2, data_axis=ga.DataAxis("data", sync=sync)))
+        return step(W, jax.device_put(X, P("data")))[0]
+
+
 VERIFY = """
 verify(k=3) -> V must divide the batch axis
 verify(params={}) -> V params must | this dict has no array
@@ -383,6 +393,11 @@ sharded(12, 1, 2, logical_devices=8)
   -> V 8 logical devices | (12, 16) | a batch of 8 or 16
 sharded(32, 3, 2, logical_devices=8)
   -> V each of the 8 logical devices, 4 examples | Use 1, 2 or 4
+mapped(ga.value_and_grad)
+  -> V A jax.shard_map in fun over 'data' does not go with data_axis= and sync="last".
+  | Pass sync="each", or no data_axis, | leave the shard_map out
+mapped(ga.value_and_grad, mesh=mesh_of(2)) -> V A jax.shard_map in fun over 'data'
+mapped(mean_of) -> V A jax.shard_map in fun over 'data' | Pass sync="each", or no
 carried(jax.random.key(0)) -> T With a data_axis | a PRNG key | it in rng_argnums
 ga.merge_across(jnp.ones(3), "data")
   -> T acc must be of type Accumulator, but it is | pass the accumulator
@@ -710,6 +725,7 @@ def test_what_fits_is_not_refused():
         test_what_does_not_fit_is_refused(mean_of, "W, X, fun=loss", ValueError, "")
     for make in (ga.value_and_grad, mean_of):
         assert float(jax.jit(make(loss, np.int64(4)))(W, X)[0]) == 2
+    assert float(mapped(ga.value_and_grad, sync="each")) == 16
 
 
 @pytest.mark.parametrize("make", [ga.value_and_grad, mean_of])
