@@ -546,6 +546,9 @@ FAULTS = """
 -     if not total:
 +     if total is None:
 @ _compiled/audit.py: test_audit
+* who passes sync="each" is told to pass data_axis
+- if _EACH in largest.source.split("/"):
++ if False:
 * audit: loops in loops do not multiply
 - math.prod(t for t in trips if t is not None)
 + max(t for t in [*trips, 1] if t is not None)

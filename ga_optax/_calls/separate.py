@@ -176,7 +176,8 @@ def _added(call: Call, acc: Accumulator, merges: bool) -> tuple[Any, Accumulator
     """The micro-batches of a call, added to an accumulator: loss, carry and aux."""
     where = call.where()
     step, operands, (of_carry, of_aux) = traced_micro_batch(call, where, acc)
-    out = run_loop(step, operands, where, begins=False, merges=merges)
+    with meshes.scope_of(call.options.data_axis):
+        out = run_loop(step, operands, where, begins=False, merges=merges)
     loss, *leaves = out.results
     value = loss, of_carry.unflatten(out.carry), of_aux.unflatten(leaves)
     total = jax.tree.structure(call.params).unflatten(out.acc.total)
