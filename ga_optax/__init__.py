@@ -50,6 +50,8 @@ from ._verify.diagnosis import Cause, LeafReport, Report, verify
 if TYPE_CHECKING:
     from . import flax as flax  # a star import must not need it
 
+__version__ = "0.1.0"  # that of pyproject.toml
+
 __all__ = [
     "Audit",
     "BatchDependencies",

@@ -5,10 +5,11 @@ what to do.
 """
 
 import contextlib
+import itertools
 import math
 import numbers
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -87,6 +88,17 @@ def one_of(choices: Sequence[object]) -> str:
     return " or ".join(", ".join(map(str, choices)).rsplit(", ", 1))
 
 
+def uneven(rows: int, k: int) -> str:
+    """The advice to drop or to add rows if k does not divide those of a batch."""
+    rest, more = rows % k, -rows % k
+    last = "the last row" if rest == 1 else f"the last {rest} rows"
+    drop = f"Or drop {last}, or" if rest < rows else "Or"
+    return (
+        f"{drop} add {more} row{'s' * (more > 1)} that a mask leaves out of the loss: "
+        "jnp.where(mask, loss_of_rows, 0).sum() / mask.sum()."
+    )
+
+
 def check_num_microbatches(value: Any) -> int:
     """Returns the number of micro-batches as an int, or raises."""
     todo = "Pass an int that is known before tracing; 1 is the undivided batch."
@@ -135,6 +147,29 @@ def check_arrays(name: str, tree: Any, todo: str = "") -> None:
                 f"{leaf_of} must be an array or a number, but it is of type "
                 f"{type(x).__name__}{dtype}. {todo}"
             ) from None
+
+
+def check_no_lists(name: str, tree: Any, axes: Iterator[int | None]) -> None:
+    """Raises if a list of numbers or texts is to be split: each would be a leaf.
+
+    `axes` goes on after the leaves of the tree, with an axis or None for each.
+    """
+
+    def is_list(x: Any) -> bool:
+        some = isinstance(x, list) and len(x) > 1
+        return some and jax.tree_util.all_leaves(x) and not any(map(np.ndim, x))
+
+    for x in jax.tree.leaves(tree, is_leaf=is_list):
+        inside = [*itertools.islice(axes, len(x) if is_list(x) else 1)]
+        if all(axis is None for axis in inside) or not is_list(x):
+            continue
+        texts = any(isinstance(leaf, str) for leaf in x)
+        todo = "Pass numbers for them, such as token ids, or None in batch_axes"
+        raise TypeError(
+            f"The batch must hold arrays, but {name} has a list of {len(x)} "
+            f"{'strings' if texts else 'numbers'} in it, and each of them would be a "
+            f"leaf. {todo if texts else 'Pass jnp.asarray of it'}."
+        )
 
 
 def check_no_types(name: str, tree: Any) -> None:

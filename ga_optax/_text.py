@@ -1,5 +1,6 @@
 """Formats tables and paragraphs, and warns at the line of the user's code."""
 
+import functools
 import math
 import os
 import re
@@ -106,6 +107,9 @@ def warn(text: str) -> None:
     paths = (frame.f_code.co_filename for frame, _ in frames)
     outside = (i for i, x in enumerate(paths, 2) if not x.startswith(_INSIDE))
     warnings.warn(text, stacklevel=next(outside, 2))
+
+
+warn_once = functools.cache(warn)
 
 
 _INSIDE = tuple(os.path.dirname(path) + os.sep for path in (__file__, jax.__file__))

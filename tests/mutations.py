@@ -171,6 +171,15 @@ FAULTS = """
 + rows = next(iter(sizes))
 * a raw key is split
 + def _is_raw_key(...): return False
+@ _calls/batches.py: test_refused
+* no argument is taken for the batch that another one was said to be
++ def or_another(...): return ""
+@ _calls/batches.py: test_law_told
+* a number of classes is warned of as a table is
+- votes[n] > votes[rows]
++ votes[n] >= votes[rows]
+* nothing is said of a table that is taken for the rows
++ def _warn_of_rows(...): return None
 @ _calls/call.py: test_arguments
 * the gradient of the imaginary part
 - return loss.real, (loss, aux)
@@ -182,6 +191,9 @@ FAULTS = """
 * a report takes what is added up for the whole
 - "part" if v.is_partial else "all"
 + "all"
+@ _calls/rows.py: test_refused
+* a loss may sum over devices of which it has one
++ def check_no_region(...): return None
 @ _calls/rows.py: test_anywhere
 * gradients of rows upside down
 - for x, aval, d in triples
@@ -372,6 +384,9 @@ FAULTS = """
 - for part in accumulator.parts(leaf)
 + for part in accumulator.parts(leaf)[:1]
 @ _across/config.py: test_multi_steps_composition
+* nothing is said of a window that apply_if_finite leaves out and counts
+- if finite and not (
++ if not finite and not (
 * slow parameters that have a gradient, too
 - return node.fast if is_pair(node) else node
 + return node
@@ -532,10 +547,16 @@ FAULTS = """
 -     if not total:
 +     if total is None:
 @ _compiled/audit.py: test_audit
+* who passes sync="each" is told to pass data_axis
+- if _EACH in largest.source.split("/"):
++ if False:
 * audit: loops in loops do not multiply
 - math.prod(t for t in trips if t is not None)
 + max(t for t in [*trips, 1] if t is not None)
 @ _verify/diagnosis.py: test_verify
+* leaves without rows are split as the batch is
+- None if axis is None or x.shape[axis] != rows else axis
++ axis
 * verify: every difference is rounding
 - return bool((off <= self.tolerance * terms + _FLOOR * norm(terms)).all())
 + return True

@@ -22,6 +22,7 @@ from jax.typing import ArrayLike
 from .. import accumulator
 from .._checks import check_int, is_int, named_leaves, nodes_of
 from .._devices import collectives, meshes
+from .._text import warn_once
 from ..accumulator import Accumulator
 from .choices import Predicate, select
 from .state import MultiStepsState, check_order, new_counters, state_type
@@ -82,6 +83,15 @@ class Config:
             for path in nodes_of(kind, inner):
                 cause = f"its state at {path or 'the top'} is that of {name}"
                 raise windows_of_windows(cause, self.every_k_schedule)
+        finite = nodes_of(optax.ApplyIfFiniteState, inner)
+        if finite and not (self.should_drop_window_fn or self.should_skip_update_fn):
+            warn_once(
+                "An optax.apply_if_finite inside of a MultiSteps leaves out the window "
+                "of a micro-batch that is not finite, and still counts its step. Pass "
+                "should_drop_window_fn=ga_optax.drop_window_if_not_finite in its place,"
+                " or should_skip_update_fn=optax.skip_not_finite to lose no more than "
+                "the micro-batch."
+            )
         return state_type(self.use_grad_mean)(
             mini_step=acc.count,
             gradient_step=jnp.zeros([], jnp.int32),

@@ -6,8 +6,6 @@ Which leaves have rows, along which axis, and whether k divides them; then `Devi
 the one record of what is known of the mesh.
 """
 
-import functools
-import itertools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,13 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .._checks import check_arrays, divisors, named_leaves, one_of
+from .. import _checks
+from .._checks import divisors, named_leaves, one_of, uneven
 from .._devices import collectives, meshes
 from .._devices.collectives import Membership
 from .._devices.meshes import Axes, By, DataAxis, Placement
 from .._passes import about, jaxprs
 from .._passes.shards import Shard
-from .._text import warn
+from .._text import warn_once
 from ..accumulator import Accumulator
 from .options import NAMES, Argument
 
@@ -102,7 +101,9 @@ def axes_of(call: Call, hint: bool) -> list[int | None]:
         ) from None
     named = named_batch(call)
     leaf_axes = jax.tree.structure(batch).flatten_up_to(of_leaves)
-    _check_no_lists(call, leaf_axes)
+    of_leaves = iter(leaf_axes)
+    for place in call.roles["batch_argnums"]:
+        _checks.check_no_lists(argument(place), call.at(place), of_leaves)
     for i, ((name, x), axis) in enumerate(zip(named, leaf_axes, strict=True)):
         if axis is None:
             continue
@@ -111,13 +112,13 @@ def axes_of(call: Call, hint: bool) -> list[int | None]:
             continue
         whole = "Give it None in batch_axes to pass it to each micro-batch as it is."
         todo = _A_KEY_ALONE if is_key(x) and not hint else whole
-        check_arrays(name, x, todo)
+        _checks.check_arrays(name, x, todo)
         ndim = jnp.ndim(x)
         if not -ndim <= axis < ndim:
             has = f"has shape {jnp.shape(x)}" if ndim else "is a scalar"
             raise ValueError(
                 "Every leaf of the batch must have a batch axis, here axis "
-                f"{axis}, but {name} {has}. {todo}"
+                f"{axis}, but {name} {has}. {todo}{or_another(call)}"
             )
         leaf_axes[i] = axis % ndim
     return leaf_axes
@@ -128,28 +129,6 @@ def _is_single(tree: Any) -> bool:
     return isinstance(tree, (tuple, list)) and len(tree) == 1
 
 
-def _check_no_lists(call: Call, axes: Sequence[int | None]) -> None:
-    """Raises if a list of numbers or texts is to be split: each would be a leaf."""
-
-    def is_list(x: Any) -> bool:
-        some = isinstance(x, list) and len(x) > 1
-        return some and jax.tree_util.all_leaves(x) and not any(map(np.ndim, x))
-
-    of_leaves = iter(axes)
-    for i in call.roles["batch_argnums"]:
-        for x in jax.tree.leaves(call.at(i), is_leaf=is_list):
-            inside = itertools.islice(of_leaves, len(x) if is_list(x) else 1)
-            if all(axis is None for axis in inside) or not is_list(x):
-                continue
-            texts = any(isinstance(leaf, str) for leaf in x)
-            todo = "Pass numbers for them, such as token ids, or None in batch_axes"
-            raise TypeError(
-                f"The batch must hold arrays, but {argument(i)} has a list of "
-                f"{len(x)} {'strings' if texts else 'numbers'} in it, and each of "
-                f"them would be a leaf. {todo if texts else 'Pass jnp.asarray of it'}."
-            )
-
-
 # -- Rows ------------------------------------------------------------------------------
 
 
@@ -157,6 +136,7 @@ def checked_split(call: Call, hint: bool) -> Call:
     """The call, whose rows the devices and micro-batches divide; or raises."""
     rows, came, todo = counted_rows(call, hint)
     if hint:
+        _warn_of_rows(call, rows, came)
         call = _with_whole_keys(call, rows)
     if hint and call.options.argnums != ():
         about.note_batch(rows * (call.devices.number if call.devices.bound else 1))
@@ -179,7 +159,7 @@ def checked_split(call: Call, hint: bool) -> Call:
         if may_rest:
             number = -(-rows // size)
         else:
-            number = _quotient("microbatch_size", size, divided)
+            number = _quotient(call, "microbatch_size", size, divided)
         options = options._replace(num_microbatches=number, microbatch_size=None)
         call = call._replace(options=options)
     if may_rest and options.num_microbatches < rows:
@@ -198,32 +178,47 @@ def checked_split(call: Call, hint: bool) -> Call:
             f'dimension that it divides, such as jax.export.symbolic_shape("{k}*b").'
         )
     if not call.rest:
-        _quotient("num_microbatches", k, of_device)
+        _quotient(call, "num_microbatches", k, of_device)
     return call
 
 
-def _quotient(option: str, number: int, rows: tuple[int, str, str]) -> int:
+def or_another(call: Call) -> str:
+    """A sentence on an argument that may be the batch, if the one that is looks odd.
+
+    It has one number of rows, k or more, in all leaves, and the batch has not.
+    """
+    batch, k = call.roles["batch_argnums"], call.options.num_microbatches or 1
+
+    def lengths(*places: Argument) -> list[int]:
+        leaves = jax.tree.leaves([call.at(i) for i in places])
+        of_leaves = {(*np.shape(x), 0)[0] for x in leaves}
+        return sorted(n for n in of_leaves if isinstance(n, int))
+
+    if len(rows := lengths(*batch)) == 1 and rows[0] >= k:
+        return ""
+    for i in (*range(len(call.args)), *call.kwargs):
+        if i not in batch and len(rows := lengths(i)) == 1 and rows[0] >= k:
+            return (
+                f" If {argument(i)}, with {rows[0]} rows in each leaf, is the batch, "
+                "the arguments are swapped; or name that one in batch_argnums."
+            )
+    return ""
+
+
+def _quotient(call: Call, option: str, number: int, rows: tuple[int, str, str]) -> int:
     """The number of rows over `number`; raises if `number` does not divide it."""
     part, what, todo = rows
     if part % number:
         nearest = sorted(divisors(part), key=lambda d: abs(d - number))[:8]
         use = one_of(sorted(nearest))
         rest = uneven(part, number if option == "num_microbatches" else part // number)
+        if number > part:
+            rest += " One example alone has no rows: give each leaf a batch axis."
         raise ValueError(
             f"{option}={number} must divide {what}. Use {use}{todo}. {rest}"
+            f"{or_another(call)}"
         )
     return part // number
-
-
-def uneven(rows: int, k: int) -> str:
-    """The advice to drop or to add rows if k does not divide those of a batch."""
-    rest, more = rows % k, -rows % k
-    last = "the last row" if rest == 1 else f"the last {rest} rows"
-    drop = f"Or drop {last}, or" if rest < rows else "Or"
-    return (
-        f"{drop} add {more} row{'s' * (more > 1)} that a mask leaves out of the loss: "
-        "jnp.where(mask, loss_of_rows, 0).sum() / mask.sum()."
-    )
 
 
 def _with_axes(call: Call) -> list[tuple[str, Any, int]]:
@@ -303,7 +298,7 @@ def _check_one_length(call: Call, rows: int, came: str) -> None:
             raise ValueError(
                 "All leaves of the batch must have one length along their batch axis, "
                 f"but {came} and {name} has shape {jnp.shape(x)}. "
-                f"{_A_KEY_ALONE if _is_raw_key(x) else todo}"
+                f"{_A_KEY_ALONE if _is_raw_key(x) else todo}{or_another(call)}"
             )
 
 
@@ -333,6 +328,28 @@ def _as_they_divide(call: Call, rows: int, parts: int) -> Call:
     return call
 
 
+def _warn_of_rows(call: Call, rows: Any, came: str) -> None:
+    """Warns if fewer rows are those of more leaves: the largest one may be a table.
+
+    Integers in a matrix, such as tokens, count twice; `batch_axes` as a tree decides.
+    """
+    _, k, size, *_ = call.options
+    votes: dict[Any, int] = {}
+    if not isinstance(call.options.batch_axes, int):
+        return
+    for _, x, n in _with_axes(call):
+        is_tokens = np.ndim(x) > 1 and jnp.issubdtype(x.dtype, jnp.integer)
+        votes[n] = votes.get(n, 0) + 1 + is_tokens
+    n = max(votes, key=votes.__getitem__)
+    fewer = _holds(lambda: n < rows) and votes[n] > votes[rows]
+    if fewer and k != 1 and n % (k or size) == 0:
+        warn_once(
+            f"The rows of a batch are those of most of its bytes, here {rows:,} ({came}"
+            f"), but more leaves have {n} rows. If that leaf is a table, give it None "
+            "in batch_axes; the gradient is right anyway, but may save nothing."
+        )
+
+
 def _is_split(n: Any, rows: Any, parts: int) -> bool:
     """True if a leaf of n rows is split: as the rows of the batch, or divisible.
 
@@ -352,15 +369,12 @@ def _warn_of_role(call: Call, place: Argument, rows: int) -> None:
         return
     split = " and ".join(map(argument, call.roles["batch_argnums"]))
     option = "batch_argnames" if isinstance(place, str) else "batch_argnums"
-    _warn_once(
+    warn_once(
         f"What is split should be the batch, but {split} has {rows} rows, and "
         f"{argument(place)}, which is not split, has {length[0]} along axis 0 of every "
         f"leaf. If that is the batch, pass {option}={place!r}; the gradient is right "
         "anyway, but saves nothing."
     )
-
-
-_warn_once = functools.cache(warn)
 
 
 def _holds(test: Callable[[], Any]) -> bool:

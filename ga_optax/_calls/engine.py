@@ -202,6 +202,7 @@ def trace(call: Call) -> Traced:
             closed, out = make(*types)
     except ManualAxisError as error:
         closed, out = _without_mesh(make, types, error)
+    rows.check_no_region(call, closed.jaxpr)
     rows.check_not_reduced(call, closed.out_avals[0])
     about.check_own_references(closed.jaxpr)
     return Traced(call, closed, out)
@@ -319,14 +320,15 @@ def run(scheduled: Scheduled) -> Outcome:
     """
     (micro_batch, program, operands, context), plan = scheduled
     call = micro_batch.call
-    if plan is None:
-        out = loop.run_loop(program, operands, context, begins=True, merges=True)
-        if (last := micro_batch.last) is not None:
-            out = _with_last(micro_batch, last, out)
-    else:
-        out = run_window(plan)
-        if call.sees is None:
-            undivided.warn_of_whole(call, micro_batch.closed.jaxpr, micro_batch.part)
+    with meshes.scope_of(call.options.data_axis):
+        if plan is not None:
+            out = run_window(plan)
+        else:
+            out = loop.run_loop(program, operands, context, begins=True, merges=True)
+            if (last := micro_batch.last) is not None:
+                out = _with_last(micro_batch, last, out)
+    if plan is not None and call.sees is None:
+        undivided.warn_of_whole(call, micro_batch.closed.jaxpr, micro_batch.part)
     leaves, structure = jax.tree.flatten(call.params)
     grads = structure.unflatten(
         g if call.sums else g.astype(jnp.result_type(x))

@@ -424,8 +424,9 @@ def errors_explained(call: Call) -> Iterator[None]:
             if words in text:
                 error.add_note(todo)
         names = [name for name in call.devices.bound if f"'{name}'" in text]
-        if names and "Manual" in text:
+        if names and "manual" in text.lower():
             todo = _SHARDS if "constraint" in text else _CLOSES
+            todo = _MAPS if "shard_map" in text else todo
             text = f"{todo.format(names[0])} JAX says: {error}"
             raise ManualAxisError(text) from error
         raise
@@ -439,7 +440,12 @@ _ADVICE = {
     f"the mesh, pass it as an argument: {_AS_ARGUMENT}",
 }
 
-# The advice on a sharding over a data axis that is bound, and on an array of the mesh.
+# The advice on what names a data axis that is bound: regions, shardings and arrays.
+_MAPS = (
+    'A jax.shard_map in fun over {!r} does not go with data_axis= and sync="last". '
+    'Pass sync="each", or no data_axis, and every micro-batch is reduced; or leave the '
+    "shard_map out: fun runs on one device of that axis already, with its rows."
+)
 _SHARDS = (
     "With a data_axis fun must not shard anything over it by a PartitionSpec, since it "
     "sees the rows of one device, but it names {!r}. Pass with_sharding_constraint a "
@@ -453,6 +459,19 @@ _CLOSES = (
     "{!r}, but here it closes over an array that lies on the mesh. Pass the array: "
     + _AS_ARGUMENT
 )
+
+
+def check_no_region(call: Call, jaxpr: Any) -> None:
+    """Raises if `fun` maps over an axis of which it has the rows of one device.
+
+    JAX itself raises from 0.12 on, and computes another number before.
+    """
+    every = jaxprs.equations(jaxpr)
+    for e in (e for e in every if e.primitive.name == "shard_map"):
+        specs = *e.params["in_specs"], *e.params["out_specs"]
+        axes = {name for spec in specs for x in spec for name in meshes.names_in(x)}
+        if both := axes.intersection(call.devices.bound):
+            raise ManualAxisError(_MAPS.format(min(both)))
 
 
 def check_not_reduced(call: Call, loss: Any) -> None:

@@ -168,7 +168,8 @@ def _added(call: Call, acc: Accumulator, merges: bool) -> tuple[Any, Accumulator
     """The micro-batches of a call, added to an accumulator: loss, carry and aux."""
     where = call.where()
     step, operands, (of_carry, of_aux) = traced_micro_batch(call, where, acc)
-    out = run_loop(step, operands, where, begins=False, merges=merges)
+    with meshes.scope_of(call.options.data_axis):
+        out = run_loop(step, operands, where, begins=False, merges=merges)
     loss, *leaves = out.results
     value = loss, of_carry.unflatten(out.carry), of_aux.unflatten(leaves)
     total = jax.tree.structure(call.params).unflatten(out.acc.total)
@@ -332,6 +333,7 @@ def traced_micro_batch(
     trace = jax.make_jaxpr(run, return_shape=True)
     with rows.errors_explained(call):
         closed, shapes = trace(*arguments)
+    rows.check_no_region(call, closed.jaxpr)
     devices = call.devices
     closed = closed.replace(
         jaxpr=about.constraints_without(closed.jaxpr, devices.bound)

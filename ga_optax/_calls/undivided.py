@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from .._checks import divisors, one_of
+from .._checks import divisors, one_of, uneven
 from .._partition.custom import calls_rules, is_of_jax
 from .._partition.held import Axis, Note, meeting_of
 from .._partition.partitioned import Partitioned
@@ -101,7 +101,7 @@ def does_not_divide(call: Call, jaxpr: Any) -> DoesNotFitError:
     return DoesNotFitError(
         f"num_microbatches={k} must divide the batch axis if rows meet, but {came}"
         f"{where}. Use {one_of(divisors(number))}{todo * more}. "
-        f"{batches.uneven(number, k)}"
+        f"{uneven(number, k)}{batches.or_another(call)}"
     )
 
 

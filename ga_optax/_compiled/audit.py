@@ -33,6 +33,8 @@ _REDUCTIONS = ("all-reduce", "reduce-scatter")
 _OPERATION = re.compile(r"\w+\(.*\)/")
 # The scopes in which gradients of a whole window are reduced.
 _MERGE = {"merge", "ga_optax.merge"}
+# The scope of a call that reduces in each micro-step: its user knows data_axis=.
+_EACH = "sync_each"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,13 +132,21 @@ class Audit:
             often = f"at most {often}, in a branch"
         activations = "activations or parameters of a sharded model"
         advice = (
-            "Gradients are reduced outside of loops already (scope merge), so this "
-            f"collective is most likely for {activations}."
-            if self._merges
-            else "If it reduces a gradient, pass data_axis= to value_and_grad, which "
+            "If it reduces a gradient, pass data_axis= to value_and_grad, which "
             'reduces once, after the loop, unless sync="each" asks for a reduction in '
             f"every iteration. If it is for {activations}, the model needs it."
         )
+        if self._merges:
+            advice = (
+                "Gradients are reduced outside of loops already (scope merge), so this "
+                f"collective is most likely for {activations}."
+            )
+        if _EACH in largest.source.split("/"):
+            advice = (
+                'sync="each" asks for the reductions in every iteration (scope '
+                f'{_EACH}); sync="last" has one after the loop. What is for '
+                f"{activations} stays in both."
+            )
         return (
             f"{counted}, {len(self.in_loop)} in a loop: {bytes_}. The largest in a "
             f"loop is {largest.kind} of {largest.num_bytes:,} bytes, {often}. {advice}"
@@ -158,11 +168,12 @@ class Audit:
         names = list(dict.fromkeys(c.source for c in named))
         listed = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
         nbytes = sum(c.num_bytes for c in named)
+        of_batch = "; for the batch, data_axis= to value_and_grad" * (not self._merges)
         return (
             f" Every device gathers all of {listed}: {nbytes:,} bytes from each. For "
-            "parameters, pass param_specs= to DataAxis; for the batch, data_axis= to "
-            "value_and_grad. Other arrays of value_and_grad(data_axis=) stay sharded "
-            "if they are arguments of the outermost jitted function, or if "
+            f"parameters, pass param_specs= to DataAxis{of_batch}. "
+            "Other arrays of value_and_grad(data_axis=) stay sharded if they are "
+            "arguments of the outermost jitted function, or if "
             "jax.lax.with_sharding_constraint gives their sharding."
         )
 

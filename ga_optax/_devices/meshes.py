@@ -634,3 +634,9 @@ def as_data_axis(data_axis: Any) -> DataAxis | None:
     if data_axis is None or isinstance(data_axis, DataAxis):
         return data_axis
     return DataAxis(data_axis)
+
+
+def scope_of(axis: DataAxis | None) -> contextlib.AbstractContextManager[Any]:
+    """The scope of a program that reduces in each micro-step, which `audit` reads."""
+    each = axis is not None and axis.sync == "each"
+    return jax.named_scope("sync_each") if each else contextlib.nullcontext()

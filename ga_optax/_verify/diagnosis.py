@@ -20,7 +20,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import ArrayLike
 
 from .. import _checks, accumulator
-from .._calls.call import check_parameters, explains_keywords
+from .._calls import batches
+from .._calls.call import Call, check_parameters, explains_keywords
+from .._calls.options import Options
 from .._calls.separate import accumulate
 from .._checks import is_real, named_leaves
 from .._passes import jaxprs
@@ -221,8 +223,10 @@ def verify(
         given. The loss is a real floating scalar; with `has_aux`, `fun` returns a pair
         of the loss and an aux, which is not compared. Close over all else.
       params: the parameters, a tree of floating or complex leaves.
-      batch: the undivided batch, a tree of arrays whose axis 0 are the rows, all of one
-        length (or as `batch_axes` says). Micro-batch i is the rows from `i·B/k` up to
+      batch: the undivided batch, a tree of arrays whose axis 0 are the rows (or as
+        `batch_axes` says). Leaves without rows (scalars, tables, those of another
+        length than most of the bytes) go whole; `ga_optax.accumulate` has to be told,
+        with None in its `batch_axes`. Micro-batch i is the rows from `i·B/k` up to
         `(i + 1)·B/k`, on a mesh, too. Leaves may be PRNG keys, one for each row.
       num_microbatches: k; it must divide the number of rows.
       weight_fn: a function of one micro-batch (a tree like `batch`) that returns its
@@ -252,12 +256,14 @@ def verify(
     key = () if rng is None else (rng,)
     k = _checks.check_num_microbatches(num_microbatches)
     params, batch = jax.tree.map(_placed, (params, batch))
-    options: Any = {"rng_argnums": (2,) * len(key), "batch_axes": batch_axes}
+    axes = _axes(Options(fun, k, batch_axes=batch_axes).checked(), batch)
+    options: Any = {"rng_argnums": (2,) * len(key)}
+    options["batch_axes"] = jax.tree.structure(batch).unflatten(axes)
     options["weight_fn"] = lambda batch, weight: weight
     run = jax.jit(accumulate(pair, k, has_aux=True, **options))
     # `accumulate` checks the rest, and what `fun` returns, before anything runs.
     value, acc = run(accumulator.init(params), params, batch, *key)
-    axes, x64 = _axes(batch, batch_axes), jnp.result_type(float) == jnp.float64
+    x64 = jnp.result_type(float) == jnp.float64
     problem = measured.Problem(params, batch, key, pair, k, axes, x64)
     whole = jax.jit(jax.grad(pair, has_aux=True))(*problem.args(None))[0]
     trained = measured.compared(value, whole, accumulator.mean(acc))
@@ -281,12 +287,15 @@ def _check(fun: Any, params: Any, batch: Any, rng: Any, weight_fn: Any) -> None:
         _checks.check_not_empty("rng", rng, "Pass jax.random.key(0), or leave it out.")
 
 
-def _axes(batch: Any, batch_axes: Any) -> tuple[int | None, ...]:
-    """The axis along which each leaf is split; None for a leaf that stays whole."""
-    tree = jax.tree.broadcast(batch_axes, batch, is_leaf=lambda x: x is None)
-    leaves, structure = jax.tree.flatten(batch)
-    pairs = zip(leaves, structure.flatten_up_to(tree), strict=True)
-    return tuple(axis if axis is None else axis % x.ndim for x, axis in pairs)
+def _axes(options: Options, batch: Any) -> list[int | None]:
+    """The axis along which each leaf is split; None for a leaf without the rows."""
+    call = Call(options, (None, batch), {}, {"batch_argnums": (1,)})
+    call = call._replace(batch_axes=batches.axes_of(call, hint=True))
+    rows, _, _ = batches.counted_rows(call, hint=True)
+    return [
+        None if axis is None or x.shape[axis] != rows else axis
+        for x, axis in zip(jax.tree.leaves(batch), call.batch_axes, strict=True)
+    ]
 
 
 def _placed(x: ArrayLike) -> jax.Array:

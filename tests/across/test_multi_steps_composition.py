@@ -11,6 +11,7 @@ import pytest
 from helpers import bits, off, times_rate, train, updates_of
 
 import ga_optax as ga
+from ga_optax import _text
 
 pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
 
@@ -55,6 +56,28 @@ def test_extra_arguments_and_weights_arrive_and_the_state_is_found(name, jit):
     assert ga.has_updated(state)
     due = jax.tree.map(lambda a, b: -0.5 * (3 * a + b) / 4, *GRADS)
     assert bits(updates) == bits(due)
+
+
+@pytest.mark.quick
+def test_a_window_that_is_left_out_and_counted_is_warned_of_once():
+    tx = ga.MultiSteps(optax.apply_if_finite(optax.sgd(1.0), 3), 2)
+    _text.warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="should_drop_window_fn=ga_optax.drop_window"):
+        state = tx.init(PARAMS)
+    tx.init(PARAMS)  # as are all warnings below, a second one would be an error
+    nan = jax.tree.map(lambda g: g * np.nan, GRADS[0])
+    params, state = train(tx, [nan, GRADS[1]], PARAMS, state=state)[-1]
+    assert bits(params) == bits(PARAMS)
+    assert int(ga.stats(state).steps) == 1
+    # The twins: what the warning advises.
+    _text.warn_once.cache_clear()
+    for option in ("should_drop_window_fn", "should_skip_update_fn"):
+        cure = ga.drop_window_if_not_finite
+        if "skip" in option:
+            cure = optax.skip_not_finite
+        tx = ga.MultiSteps(tx.inner_opt, 2, **{option: cure})
+        _, state = train(tx, [nan, GRADS[1]], PARAMS)[-1]
+        assert int(ga.stats(state).steps) == 0
 
 
 SGD = optax.sgd(1.0)

@@ -17,6 +17,7 @@ from jax.scipy.special import xlogy
 from jax.sharding import PartitionSpec
 
 import ga_optax as ga
+from ga_optax import _text
 from ga_optax._calls import engine, undivided
 from ga_optax._calls import rows as calls_rows
 from ga_optax._calls.call import log_what_is_missing
@@ -52,6 +53,34 @@ def warned(call):
         warnings.simplefilter("always")
         call()
     return [str(x.message) for x in told]
+
+
+@pytest.mark.quick
+def test_a_table_that_is_taken_for_the_rows_is_warned_of_once():
+    def fun(p, b):
+        out = b["table"][b["tokens"]].mean() * p
+        return out + b.get("y", jnp.zeros(1)).mean()
+
+    table = jnp.ones((1000, 4))
+    batch = {"tokens": jnp.zeros((8, 3), int), "y": jnp.ones(8), "table": table}
+
+    def told(*names, **options):
+        options = options or {"num_microbatches": 4}
+        part = {name: batch[name] for name in names}
+        return warned(lambda: ga.value_and_grad(fun, **options)(1.0, part))
+
+    _text.warn_once.cache_clear()
+    [text] = told("tokens", "table")
+    assert "here 1,000 (leaf ['table'] has shape (1000, 4))" in text
+    assert "more leaves have 8 rows. If that leaf is a table, give it None in" in text
+    assert told("tokens", "table") == []
+    # The twins: what is said, a batch that is larger, and a number of classes.
+    axes = {"tokens": 0, "y": 0, "table": None}
+    assert told(*axes, num_microbatches=4, batch_axes=axes) == []
+    batch |= {"table": table[:2]}
+    assert told("tokens", "table", "y") == []
+    batch |= {"tokens": jnp.zeros(32, int), "table": table[:8, 0]}
+    assert told("tokens", "table") == []
 
 
 def test_no_line_of_a_loss_is_empty_or_of_a_package():

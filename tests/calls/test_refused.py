@@ -100,6 +100,11 @@ W, X, batch_axes=1 -> V leaf of the batch must have a batch axis | (8,)
   | None in batch_axes
 W, {"b": X}, batch_axes={"a": 0} -> V must be a prefix of the batch | 'a'
   | Pass an int, None
+{"x": np.ones((8, 3), np.float32), "y": X}, {"w": np.ones(3), "b": W}, k=4
+  -> V batch axis | If argument 0, with 8 rows in each leaf, is the batch
+  | swapped; or name that one in batch_argnums.
+W, {"x": X[:3], "y": X[:3]}, k=4 -> V must divide | leaf ['x'] has shape (3,)
+  | mask.sum(). One example alone has no rows: give each leaf a batch axis.
 W, X, fun=lambda w, x: x -> V be a scalar | shape | Return its mean
 W, X, fun=lambda w, x: jnp.int32(1)
   -> T The loss must be real and floating | dtype int32 | Cast it
@@ -282,14 +287,25 @@ def explicit():
     jax.jit(ga.value_and_grad(untraced, 16))(jnp.ones(3), x)
 
 
+def mapped(make, sync="last", **where):
+    """A loss that maps over the data axis itself, and sums over it."""
+    sums = lambda x: jax.lax.psum(jnp.sum(x), "data")  # noqa: E731
+    where |= {"in_specs": P("data"), "out_specs": P()}
+    fun = lambda w, x: w * jax.shard_map(sums, **where)(x)  # noqa: E731
+    with jax.set_mesh(mesh_of(2)):
+        step = jax.jit(make(fun, 2, data_axis=ga.DataAxis("data", sync=sync)))
+        return step(W, jax.device_put(X, P("data")))[0]
+
+
 VERIFY = """
 verify(k=3) -> V must divide the batch axis
 verify(params={}) -> V params must | this dict has no array
 verify(params={"n": jnp.arange(3)}) -> T leaf ['n'] of params
 verify(batch=()) -> V batch must hold at least one array
 verify(batch=jax.eval_shape(lambda: X)) -> T batch must hold numbers | is a type, | Pass
-verify(batch={"x": 1.0}) -> V ['x'] is a scalar. | Give it None
-verify(batch=LENGTHS) -> V ['b'] has shape (4,)
+verify(batch={"x": 1.0}) -> V ['x'] is a scalar. | Pass the batch
+verify(batch_axes="0") -> T batch_axes must be an int, None, or a tree
+verify(batch_axes={"a": 0}) -> V batch_axes must be a prefix of the batch
 verify(weight_fn=3) -> T weight_fn must be a function
 verify(rng=()) -> V rng must hold at least one array
 verify(rng=jnp.ones(3)) -> V PRNG key
@@ -377,6 +393,11 @@ sharded(12, 1, 2, logical_devices=8)
   -> V 8 logical devices | (12, 16) | a batch of 8 or 16
 sharded(32, 3, 2, logical_devices=8)
   -> V each of the 8 logical devices, 4 examples | Use 1, 2 or 4
+mapped(ga.value_and_grad)
+  -> V A jax.shard_map in fun over 'data' does not go with data_axis= and sync="last".
+  | Pass sync="each", or no data_axis, | leave the shard_map out
+mapped(ga.value_and_grad, mesh=mesh_of(2)) -> V A jax.shard_map in fun over 'data'
+mapped(mean_of) -> V A jax.shard_map in fun over 'data' | Pass sync="each", or no
 carried(jax.random.key(0)) -> T With a data_axis | a PRNG key | it in rng_argnums
 ga.merge_across(jnp.ones(3), "data")
   -> T acc must be of type Accumulator, but it is | pass the accumulator
@@ -704,6 +725,7 @@ def test_what_fits_is_not_refused():
         test_what_does_not_fit_is_refused(mean_of, "W, X, fun=loss", ValueError, "")
     for make in (ga.value_and_grad, mean_of):
         assert float(jax.jit(make(loss, np.int64(4)))(W, X)[0]) == 2
+    assert float(mapped(ga.value_and_grad, sync="each")) == 16
 
 
 @pytest.mark.parametrize("make", [ga.value_and_grad, mean_of])

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import mesh_of, put, squares
+from helpers import mean_of, mesh_of, put, squares
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
@@ -341,3 +341,21 @@ def test_an_argument_that_every_device_gathers_is_named():
     assert "gathers all of" not in page(
         jax.jit(lambda w, x, base: step(w, x, constrain(base)))
     )
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("make", [ga.value_and_grad, mean_of])
+def test_who_passes_a_data_axis_is_not_told_to(make):
+    mesh = mesh_of(2)
+    args = put((jnp.ones((8, 8)), jnp.ones((16, 8))), mesh, (P(), P("data")))
+
+    def page(**options):
+        step = jax.jit(make(squares, 4, **options))
+        return " ".join(str(ga.audit(step.lower(*args).compile(), mesh)).split())
+
+    axis = {"mesh": mesh, "sync": "each"}
+    for more in ({}, {"grad_specs": P("data")}, {"param_specs": P("data")}):
+        told = page(data_axis=ga.DataAxis("data", **axis, **more))
+        assert 'sync="each" asks for the reductions in every iteration' in told
+        assert "data_axis=" not in told
+    assert "pass data_axis=" in page()  # the twin

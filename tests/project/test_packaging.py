@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 import tarfile
+import tomllib
 import zipfile
 from typing import NamedTuple
 
@@ -163,6 +164,11 @@ def test_types_pass_in_a_users_program_which_runs_and_every_mistake_is_found(ins
     assert len(marked) > 10
     run = type_check(wrong, installed.site)
     assert {*re.findall(r"wrong_program\.py:(\d+):", run.stdout + run.stderr)} == marked
+
+
+def test_the_version_is_that_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert ga_optax.__version__ == project["version"]
 
 
 def test_the_changelog_names_every_public_name():

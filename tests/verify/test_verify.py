@@ -237,6 +237,11 @@ CASES[Cause.ROUNDING] = {
         params=jnp.ones(3),
         batch={"x": jnp.tile(jnp.array([[1e8], [1], [-1e8], [1]]), (4, 3))},
     ),
+    "leaves without rows": Case(
+        lambda p, b: mean_loss(p, b) * b["scale"] * b["table"].sum(),
+        batch=BATCH
+        | {"scale": 2.0, "table": draw(12, 5), "key": jax.random.PRNGKey(0)},
+    ),
     "another value": Case(
         lambda p, b: mean_loss(p, b) + jax.lax.stop_gradient(jnp.var(b["y"])),
     ),
@@ -260,6 +265,11 @@ CASES[Cause.EQUAL] = {
 }
 
 CASES[Cause.SCALE] = {
+    "packed rows": Case(
+        lambda p, b: jnp.mean(jax.ops.segment_sum(errors(p, b), b["id"], 8) / b["n"]),
+        "4 times too small",
+        batch=BATCH | {"id": jnp.arange(16) // 2, "n": jnp.full(8, 2.0)},
+    ),
     "a sum": Case(
         sum_loss, "4 times too small | jnp.mean | use_grad_mean=False", weights=[1] * 4
     ),
