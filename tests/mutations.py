@@ -81,7 +81,7 @@ FAULTS = """
 +     if of_rows or not call.devices.replicas:
 * replicas of shards are summed in each micro-step
 -     if of_rows or by_place or not call.devices.replicas:
-+     if call.num_parts:
++     if call.num_of_device:
 @ _calls/engine.py: test_law_devices
 * a table that a loss closes over is refused
 -     except ManualAxisError as error:
@@ -531,6 +531,13 @@ FAULTS = """
 * devices: a sync that is none
 - if self.sync not in ("last", "each"):
 + if False:
+@ _partition/partitioned.py: test_membership
+* devices: which rows are next to each other is not asked
+- return not (by_place or has_rows) and all(
++ return not (by_place or has_rows) or all(
+* devices: a row is looked at by its place
+- by_place = part.meets or part.reads_index or
++ by_place = part.meets or
 @ _devices/collectives.py: test_logical_devices
 * logical devices: neighbours are added in another order
 - x = rounded_sum(x[0::2], x[1::2])
@@ -748,7 +755,7 @@ FAULTS = """
 + jnp.where(number >= 0, x, larger(most, x)), most
 @ _calls/engine.py: test_devices test_law_devices
 * devices: the micro-batches of all devices have the same numbers
-- index = index + call.num_parts * jax.lax.axis_index(axes).astype(jnp.int32)
+- index = index + call.num_of_device * jax.lax.axis_index(axes).astype(jnp.int32)
 + index = index + 0 * jax.lax.axis_index(axes).astype(jnp.int32)
 @ _window/schedule.py: test_law test_law_rules
 * what follows from a collective is a level too early

@@ -71,11 +71,6 @@ def is_array(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
-def nbytes(x: Any) -> int:
-    """The bytes of an array, or of a type; 0 of what is none."""
-    return jaxprs.numbers(x.shape) * x.dtype.itemsize if is_array(x) else 0
-
-
 _A_KEY_ALONE = (
     "Pass keys by themselves, and name them in rng_argnums; to verify pass rng=."
 )
@@ -239,7 +234,9 @@ def counted_rows(call: Call, hint: bool) -> tuple[int, str, str]:
         raise _no_rows(call)
     sizes: dict[Any, int] = {}
     for _, x, length in leaves:
-        sizes[length] = sizes.get(length, 0) + (0 if _is_raw_key(x) else nbytes(x))
+        sizes[length] = sizes.get(length, 0) + (
+            0 if _is_raw_key(x) else jaxprs.nbytes(x)
+        )
     # A size that `jax.export` leaves open is the number of rows.
     rows = max(sizes, key=lambda n: (not isinstance(n, int), sizes[n]))
     name, x = next((name, x) for name, x, length in leaves if length == rows)

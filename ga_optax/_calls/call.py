@@ -102,7 +102,7 @@ class Call(NamedTuple):
         call = call._replace(batch_axes=batches.axes_of(call, hint))
         devices = Devices.of(options.data_axis, call.params, call.batch)
         call = batches.checked_split(call._replace(devices=devices), hint)
-        if call.num_parts > 1:
+        if call.num_of_device > 1:
             devices = devices.for_arrays((args, kwargs), optimize)
         return call._replace(devices=devices)
 
@@ -187,20 +187,20 @@ class Call(NamedTuple):
         return jax.tree.map(gradient, self._all_params, grads)
 
     @property
-    def num_parts(self) -> int:
+    def num_of_device(self) -> int:
         """The number of micro-batches of a device, or of its logical devices."""
         return self.options.num_microbatches * (self.devices.logical or 1)
 
     @property
-    def size(self) -> int:
+    def num_of_all(self) -> int:
         """The number of micro-batches of all devices together."""
         devices = self.devices
-        return self.num_parts * (1 if devices.by_compiler else devices.number)
+        return self.num_of_device * (1 if devices.by_compiler else devices.number)
 
     @property
     def is_undivided(self) -> bool:
         """True if one micro-batch has all rows."""
-        return self.size == 1 and not self.rest
+        return self.num_of_all == 1 and not self.rest
 
     def in_pieces(self, rows: int, k: int) -> "Call":
         """The call with so many rows in k micro-batches, or in fewer.
@@ -249,7 +249,7 @@ class Call(NamedTuple):
     def split(self, membership: collectives.Membership) -> list[jax.Array]:
         """The batch as `[number of parts, ...]`, micro-batches along axis 0."""
         with jax.named_scope("split"):
-            pairs, k = zip(self.batch, self.split_axes, strict=True), self.num_parts
+            pairs, k = zip(self.batch, self.split_axes, strict=True), self.num_of_device
             if self.rest:
                 end = -self.rest
                 pairs = [(jax.lax.slice_in_dim(x, 0, end, axis=d), d) for x, d in pairs]

@@ -21,11 +21,10 @@ from .._devices import collectives, meshes
 from .._loop import loop
 from .._loop.loop import Outcome
 from .._loop.micro_step import LossProgram, Operands, run_passes
-from .._partition.held import Rows, RowsMeet, unsaid
+from .._partition.held import Rows, RowsMeet
 from .._partition.partitioned import Partitioned
 from .._passes import about, jaxprs, rowwise
 from .._passes.equation import Divided, Gradient, paired
-from .._text import warn
 from .._window.levels import Evaluation, MeetingLoss
 from .._window.run import is_small, log_report, plan_window, run_window
 from . import rows, undivided
@@ -153,8 +152,6 @@ def over_micro_batches(micro_batch: MicroBatch) -> Pair:
         lambda program: run(told(schedule(rewrite(program)))),
         Outcome(specs, [], rows.specs_of_gradients(call), split),
     )
-    for text in unsaid(part.failures):
-        warn(text)
     leaves = rows.returned(call, part, closed.jaxpr, outcome.results, membership)
     value = jax.tree.structure(out).unflatten(leaves)
     if not call.sums:
@@ -253,7 +250,7 @@ def partition(traced: Traced, like: Partitioned | None = None) -> MicroBatch:
 def rewrite(micro_batch: MicroBatch) -> Rewritten:
     """Runs the passes on the program of a micro-batch, and splits the batch."""
     call, part, consts = micro_batch.call, micro_batch.part, micro_batch.closed.consts
-    context = call.where()._replace(window=[(rows.AXIS, call.size)])
+    context = call.where()._replace(window=[(rows.AXIS, call.num_of_all)])
     jaxpr = jaxprs.with_constants(part.jaxpr, len(consts))
     before = jaxprs.Program(jaxpr, [*part.consts, *consts])
     optimize = call.options.optimize
@@ -291,7 +288,8 @@ def schedule(rewritten: Rewritten) -> Scheduled:
         may_share and jaxprs.shares_much(program.jaxpr, of_rows)
     ):
         return Scheduled(rewritten, None)
-    loss, room = MeetingLoss(program, rows.AXIS, call.size), call.options.residual_bytes
+    loss = MeetingLoss(program, rows.AXIS, call.num_of_all)
+    room = call.options.residual_bytes
     plan = plan_window(loss, operands, context, room)
     fits = part.meets or is_small(plan)
     return Scheduled(rewritten, plan if fits else None)
@@ -359,9 +357,9 @@ def _are_alike(some: Partitioned, last: Partitioned) -> bool:
 
 def _indices(call: Call) -> jax.Array:
     """The number of each micro-batch of this device, among those of all devices."""
-    index, axes = jnp.arange(call.num_parts, dtype=jnp.int32), call.devices.bound
+    index, axes = jnp.arange(call.num_of_device, dtype=jnp.int32), call.devices.bound
     if axes:
-        index = index + call.num_parts * jax.lax.axis_index(axes).astype(jnp.int32)
+        index = index + call.num_of_device * jax.lax.axis_index(axes).astype(jnp.int32)
     varying = frozenset().union(*map(meshes.varying, call.batch))
     return collectives.vary(index, tuple(sorted(varying)))
 

@@ -512,12 +512,12 @@ def batch_dependencies(
             order = window.of_all_rows(jaxpr, len(call.leaves("argnums")))
         else:
             (micro_batch, program, operands, _), evaluation = plan
-            part, number = micro_batch.part, len(operands.batch[-1])
+            part, number = micro_batch.part, len(operands.indices)
             jaxpr, notes = part.jaxpr, (part.whole, part.drawn, part.promised)
             order = window.stages_of_loop(program, operands)
             if evaluation is not None:
                 order, last = evaluation.schedule, window.report_of(evaluation.schedule)
-        stages = window.described_stages(order, last.stored, number, call.size)
+        stages = window.described_stages(order, last.stored, number, call.num_of_all)
         if not last.levels:
             last = last._replace(backward=int(bool(stages[-1].goes_back)))
         kept = [x for x in last.stored if x.kind in ("residual", "shared")]
@@ -526,7 +526,7 @@ def batch_dependencies(
         pieces = list(dict.fromkeys(_pieces(jaxpr)))
         ends = *_bytes_by_layout(call), pieces, why
         return BatchDependencies(
-            call.size, stages, meetings, kept, *notes, *passes, *ends
+            call.num_of_all, stages, meetings, kept, *notes, *passes, *ends
         )
 
     return dependencies
@@ -550,11 +550,11 @@ def _bytes_by_layout(call: Call) -> tuple[dict[str, int], dict[str, int]]:
     rows: dict[str, int] = {}
     whole: dict[str, int] = {}
     for (name, x), axis in zip(batches.named_batch(call), call.batch_axes, strict=True):
-        (whole if axis is None else rows)[name] = batches.nbytes(x)
+        (whole if axis is None else rows)[name] = jaxprs.nbytes(x)
     for place in call.without_role:
         for name, x in named_leaves(call.at(place)):
             prefix = "" if x is call.at(place) else f"{name} of "
-            whole[prefix + batches.argument(place)] = batches.nbytes(x)
+            whole[prefix + batches.argument(place)] = jaxprs.nbytes(x)
     return rows, {name: n for name, n in whole.items() if n}
 
 

@@ -20,11 +20,13 @@ from .._devices import collectives, meshes
 from .._devices.collectives import Membership
 from .._loop.loop import Outcome
 from .._loop.micro_step import FOLDS
+from .._partition import held
 from .._partition.held import PARTIAL, WHOLE, Axis, Layout, Rows, Uneven, type_here
 from .._partition.partitioned import Argument, Partitioned, in_any_order, partition
 from .._passes import jaxprs
 from .._passes.jaxprs import is_inexact
 from .._passes.shards import Shard, either
+from .._text import warn
 from .._window.flat import LONGEST
 from .batches import Devices, DoesNotFitError
 from .call import Call
@@ -82,7 +84,7 @@ def of_micro_batch(
         if in_any_order(jaxpr, near):
             return near, membership
         far = _of_rows(call, jaxpr, like, strided=True)
-        if _is_same(jaxpr, near, far, call.size):
+        if _is_same(jaxpr, near, far, call.num_of_all):
             return near, membership
     return near, Membership.NEIGHBOURS
 
@@ -94,7 +96,7 @@ def _of_rows(
 
     If the compiler merges over devices, neighbours are those of each device.
     """
-    size, (merged, mesh) = call.size, call.devices.compiled
+    size, (merged, mesh) = call.num_of_all, call.devices.compiled
     parts = meshes.num_devices(merged, mesh) if merged else 1
     batch = jaxpr.invars[len(jaxpr.invars) - len(call.split_axes) :]
     rows = [
@@ -111,8 +113,8 @@ def parts_of(call: Call, is_last: bool = False) -> Uneven:
     """The size of micro-batches of which the last is smaller: of others, or of it."""
     total = jnp.shape(call.batch[0])[call.split_axes[0]]
     if is_last:
-        return Uneven(total, call.rest, call.size)
-    return Uneven(total, (total - call.rest) // call.size)
+        return Uneven(total, call.rest, call.num_of_all)
+    return Uneven(total, (total - call.rest) // call.num_of_all)
 
 
 def of_neighbours(
@@ -197,8 +199,11 @@ def returned(
 ) -> list[Any]:
     """The results of `fun`, whose program is `jaxpr`, for the whole batch.
 
-    `results` are the results of micro-batches, stacked if they have rows.
+    `results` are the results of micro-batches, stacked if they have rows. Now that all
+    worked, it is told what failed and was computed whole.
     """
+    for text in held.unsaid(part.failures):
+        warn(text)
     leaves = [
         _joined(call.devices, x, layout, membership) if isinstance(layout, Rows) else x
         for x, layout in zip(results, part.layouts, strict=True)
@@ -268,7 +273,7 @@ def axes_of_results(
 def _rows(call: Call, x: Any, d: int, membership: Membership) -> Rows:
     """The layout of a value with the rows of the batch along an axis."""
     strided = membership is Membership.STRIDED
-    return Rows(d, x.shape[d] // call.size if strided else 1)
+    return Rows(d, x.shape[d] // call.num_of_all if strided else 1)
 
 
 def _of_type(x: jax.Array, aval: Any) -> jax.Array:

@@ -388,10 +388,10 @@ def _micro_batch(call: Call, x: jax.Array) -> Callable[..., Any]:
         except Exception as error:
             axis, whole = call.split_axes[0], jnp.shape(call.batch[0])
             error.add_note(
-                f"ga_optax called fun with one of {call.num_parts} micro-batches: the "
-                f"first leaf of the batch has shape {jnp.shape(x)}, split along axis "
-                f"{axis} of {whole}. batch_argnums and batch_axes say what is split; "
-                "all else goes whole."
+                f"ga_optax called fun with one of {call.num_of_device} micro-batches: "
+                f"the first leaf of the batch has shape {jnp.shape(x)}, split along "
+                f"axis {axis} of {whole}. batch_argnums and batch_axes say what is "
+                "split; all else goes whole."
             )
             raise
         loss, carry, aux = taken_apart(options, out)

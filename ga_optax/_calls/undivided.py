@@ -22,7 +22,7 @@ from .._passes.equation import Divided
 from .._text import warn
 from .._window.schedule import MEETINGS
 from . import batches, rows
-from .batches import DoesNotFitError, nbytes
+from .batches import DoesNotFitError
 from .call import Call
 
 # == All rows at once ==================================================================
@@ -94,7 +94,7 @@ def does_not_divide(call: Call, jaxpr: Any) -> DoesNotFitError:
     met = next(filter(axis.is_meeting, jaxprs.equations(one.jaxpr)), None)
     where = f", and rows meet at {about.place_of(met.source_info)}" if met else ""
     number, came, _ = batches.counted_rows(call, hint=True)
-    k, name = call.size + 1, came.partition(" has shape")[0]
+    k, name = call.num_of_all + 1, came.partition(" has shape")[0]
     leaves = jax.tree.leaves(call.role("batch_argnums"))
     more = len([x for x in leaves if np.ndim(x)]) > len(call.batch)
     todo = f"; or, if that leaf has no rows, give {name} None in batch_axes"
@@ -110,6 +110,8 @@ def check_options(call: Call, part: Partitioned) -> None:
 
     Sums without parameters, such as counts, fit all options: they are added up first.
     """
+    if not part.meets:
+        return
     devices = call.devices
     gathered = (
         e for e in jaxprs.equations(part.jaxpr) if meeting_of(e) == "all_gather"
@@ -205,7 +207,7 @@ def warn_of_whole(call: Call, jaxpr: core.Jaxpr, part: Partitioned) -> None:
     """
     if rows.is_open(jaxpr):
         return
-    size, of_batch = call.size, part.jaxpr.invars[-1 - len(call.batch) :]
+    size, of_batch = call.num_of_all, part.jaxpr.invars[-1 - len(call.batch) :]
     for_all, for_own = _computed(part.jaxpr, of_batch, ())
     if for_all <= for_own * (1 if part.whole else size):
         return
@@ -262,7 +264,7 @@ def _computed(
                 total[i] += jaxprs.times(e) * n
         if jaxprs.inner_programs(e):
             continue
-        size = sum(nbytes(x.aval) for x in filter(jaxprs.is_inexact, e.outvars))
+        size = sum(jaxprs.nbytes(x.aval) for x in filter(jaxprs.is_inexact, e.outvars))
         if not of_rows.isdisjoint(e.outvars):
             total[1] += size
         elif not of_all.isdisjoint(e.outvars):

@@ -298,27 +298,27 @@ def split_rows(
     """`[..., batch, ...]` as `[num_microbatches, ..., micro-batch, ...]`."""
     x = jnp.asarray(x)
     if membership is Membership.EITHER:
-        return _operations()[0].bind(x, number=num_microbatches, axis=axis)
+        return _operations()[0].bind(x, num_microbatches=num_microbatches, axis=axis)
     return _split(x, num_microbatches, axis, membership is Membership.STRIDED)
 
 
 def join_rows(x: jax.Array, axis: int, membership: Membership) -> jax.Array:
     """The inverse of `split_rows`: the rows of the batch, in their order."""
     if membership is Membership.EITHER:
-        return _operations()[1].bind(x, number=x.shape[0], axis=axis)
+        return _operations()[1].bind(x, num_microbatches=x.shape[0], axis=axis)
     return _join(x, x.shape[0], axis, membership is Membership.STRIDED)
 
 
-def _split(x: jax.Array, number: int, axis: int, strided: bool) -> jax.Array:
-    parts = number, x.shape[axis] // number
+def _split(x: jax.Array, num_microbatches: int, axis: int, strided: bool) -> jax.Array:
+    parts = num_microbatches, x.shape[axis] // num_microbatches
     parts = parts[::-1] if strided else parts
     x = jnp.reshape(x, (*x.shape[:axis], *parts, *x.shape[axis + 1 :]))
     return jnp.moveaxis(x, axis + strided, 0)
 
 
-def _join(x: jax.Array, number: int, axis: int, strided: bool) -> jax.Array:
+def _join(x: jax.Array, num_microbatches: int, axis: int, strided: bool) -> jax.Array:
     x = jnp.moveaxis(x, 0, axis + strided)
-    rows = number * x.shape[axis + 1 - strided]
+    rows = num_microbatches * x.shape[axis + 1 - strided]
     return jnp.reshape(x, (*x.shape[:axis], rows, *x.shape[axis + 2 :]))
 
 

@@ -403,7 +403,7 @@ class Loop:
         # A known counter would be no fence: XLA computes what follows from it.
         acc = Accumulator(total, weight, self.fenced(count))
         pairs = zip(self.program.folds, self.program.results, strict=True)
-        results = [FOLDS[name].init(x, self.vary) for name, x in pairs]
+        results = [FOLDS[name].init(x, self.program.varying) for name, x in pairs]
         weights: list[Any] = []
         if "mean" in self.program.folds:
             zero = jnp.zeros([], float)

@@ -82,7 +82,7 @@ class Operands(NamedTuple):
     Attributes:
       num_real: how many micro-batches count; None for all.
       rows: how many leaves of the batch are differentiated: the first ones. The last
-        leaf of the batch is the index of the micro-batch then.
+        leaf of the batch is `indices` then.
     """
 
     consts: Sequence[Any]
@@ -93,6 +93,11 @@ class Operands(NamedTuple):
     acc: Flat
     num_real: jax.Array | None = None
     rows: int = 0
+
+    @property
+    def indices(self) -> jax.Array:
+        """The index of each micro-batch, if the program of the loss reads it."""
+        return self.batch[-1]
 
 
 def run_passes(
@@ -203,9 +208,9 @@ def blank(types: Sequence[Any]) -> list[jax.Array]:
     return [varying_like(collectives.zeros(x), x) for x in types]
 
 
-def varying_like(x: jax.Array, other: Any) -> jax.Array:
-    """`x`, marked as varying over devices as `other` does."""
-    return collectives.vary(x, tuple(meshes.varying(other)))
+def varying_like(x: jax.Array, other: Any, axes: Axes = ()) -> jax.Array:
+    """`x`, marked as varying over devices as `other` does, and over some axes."""
+    return collectives.vary(x, (*axes, *meshes.varying(other)))
 
 
 def strong(x: ArrayLike) -> jax.Array:
@@ -394,8 +399,6 @@ def _write(
 # The loss is one more leaf, of the fold "mean". A new fold is one more record in
 # `FOLDS`.
 
-Vary = Callable[[Any, Any], Any]
-
 
 class Weighting(NamedTuple):
     """The weight of a micro-batch, and the zeros that round its results.
@@ -420,14 +423,14 @@ class Weighting(NamedTuple):
 class Fold(NamedTuple):
     """The functions by which a leaf of all micro-batches becomes one result.
 
-        carry = init(type of the leaf, vary)
+        carry = init(type of the leaf, axes)
         carry = step(carry, leaf, weighting)        for each micro-batch
         carry = join(carry, carry of a neighbour)   for each pair of logical devices
         carry = merge(carry, data axes)             on several devices
         result = finish(carry, Σ w)
 
     Attributes:
-      init: makes the first carry. `vary` marks a sum as varying over devices as one of
+      init: makes the first carry. A sum is marked as varying over `axes`, and as one of
         the terms does.
       step: adds a leaf.
       join: puts together the carries of two logical devices.
@@ -440,7 +443,7 @@ class Fold(NamedTuple):
         0. After the loop this stack is the carry.
     """
 
-    init: Callable[[Any, Vary], Any] = lambda x, vary: ()
+    init: Callable[[Any, Axes], Any] = lambda x, axes: ()
     step: Callable[[Any, Any, Weighting], Any] = lambda carry, x, weighting: carry
     join: Callable[[Any, Any], Any] = lambda a, b: b
     merge: Callable[[Any, Axes], Any] | None = None
@@ -449,10 +452,10 @@ class Fold(NamedTuple):
     collects: bool = False
 
 
-def _start_of_mean(x: Any, vary: Vary) -> Any:
+def _start_of_mean(x: Any, axes: Axes) -> Any:
     [term] = map(_inexact, blank([x]))
     total: Any = accumulator.init(term).total
-    return vary(-total, term)
+    return varying_like(-total, term, axes)
 
 
 def _mean(total: Any, x: Any, weighting: Weighting) -> Any:
@@ -492,7 +495,7 @@ def _extremum(larger: Any, across: Any) -> Fold:
         return across(collectives.vary(carry[0], axes), axes), carry[1]
 
     return Fold(
-        init=lambda x, vary: (vary(blank([x])[0], x), jnp.int32(0)),
+        init=lambda x, axes: (varying_like(blank([x])[0], x, axes), jnp.int32(0)),
         step=step,
         merge=merge,
         finish=lambda carry, weight: carry[0],
@@ -508,14 +511,16 @@ FOLDS = {
     ),
     # Unweighted: counts stay counts, and are added up in 32 bits at least.
     "sum": Fold(
-        init=lambda x, vary: vary(blank([x])[0].astype(_sum_dtype(x.dtype)), x),
+        init=lambda x, axes: varying_like(
+            blank([x])[0].astype(_sum_dtype(x.dtype)), x, axes
+        ),
         step=lambda total, x, w: total + w.rounded(x).astype(total.dtype),
         join=collectives.rounded_sum,
         adds=True,
     ),
     # Of several devices, the leaf of the last.
     "last": Fold(
-        init=lambda x, vary: blank([x])[0],
+        init=lambda x, axes: blank([x])[0],
         step=lambda carry, x, _: strong(x),
         merge=lambda x, axes: of_last_device([x], axes)[0],
     ),

@@ -421,10 +421,10 @@ class _Local:
         return checkpoint_name(x, self.w.axis.name) if self.complete else x
 
     def _function(self, stage: _Phase, after: _Phase) -> Any:
-        """A function that returns `outs`, whose backward pass is a stage.
+        """A function that returns its first arguments; its backward pass is a stage.
 
-        `after` is the stage before which this one stands, which came first on the way
-        back; so far it came to it.
+        On the way back this stage runs first, and then `after`. So it hands on what
+        `after` begins with: cotangents of its own values, and parts of its sums.
         """
         wanted = [*(self.grads[i] for i in stage.grads), *after.own]
         wanted += [x.operand for x in after.sums]

@@ -10,6 +10,7 @@ or cut; and last the table that names all rules.
 import dataclasses
 import functools
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -55,7 +56,15 @@ from .writer import Rule, Rules, Same, Scope, Writer
 # rows would be gathered again. So the program is partitioned both ways, and the way
 # counts in which a micro-batch computes less.
 
-Root = tuple[Any, ...]  # an equation, its line, and how an operand of it was made
+
+class Made:
+    """A way to make a value: one object for all values that were made alike."""
+
+
+Root = tuple[str, str, Made]  # a primitive, its line, how an operand of it was made
+
+# By a primitive, a shape, and how the operands were made; as long as a `Made` is used.
+_made: Any = weakref.WeakValueDictionary()
 
 _LARGE = 2  # numbers for each row: less is not worth a second look
 _FEW = 3  # roots that are looked at one by one
@@ -76,7 +85,7 @@ class Created:
     length: Any
     cut: frozenset[Root] = frozenset()
     roots: dict[Root, int] = dataclasses.field(default_factory=dict)
-    _ways: dict[Value, int | None] = dataclasses.field(default_factory=dict)
+    _ways: dict[Value, Made | None] = dataclasses.field(default_factory=dict)
 
     def __call__(self, w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Value]:
         """The operands of an equation; one has rows if it is a root to cut."""
@@ -92,7 +101,8 @@ class Created:
             return vs
         i = max(found, key=lambda i: vs[i].size)
         line = about.line_of(e.source_info)
-        root = e.primitive.name, line, self._way(vs[i])
+        way: Any = self._way(vs[i])
+        root = e.primitive.name, line, way
         self.roots[root] = size
         if root not in self.cut:
             return vs
@@ -111,17 +121,23 @@ class Created:
         """True if a value has the axis, and `cutting` knows all that created it."""
         return v.is_whole and self.length in v.shape and self._way(v) is not None
 
-    def _way(self, v: Value) -> int | None:
-        """A number for how it was made, if `cutting` knows all that made it."""
+    def _way(self, v: Value) -> Made | None:
+        """The way a value was made, if rows of all that made it can be cut."""
         if self.length not in v.shape:
-            return hash(v.shape)
+            return _made_by(v.shape)
         if v not in self._ways:
             self._ways[v] = None
             if v.made is not None and cuts_operands(v.made[0]):
                 ways = [self._way(u) for u in v.made[1]]
                 if None not in ways:
-                    self._ways[v] = hash((v.made[0].primitive.name, v.shape, *ways))
+                    name = v.made[0].primitive.name
+                    self._ways[v] = _made_by(name, v.shape, *ways)
         return self._ways[v]
+
+
+def _made_by(*key: Any) -> Made:
+    """The object of such a key."""
+    return _made.setdefault(key, Made())
 
 
 def best_with_created(
@@ -618,8 +634,9 @@ _KNOWN: dict[str, Rule] = {
 
 # Each number of a result needs those at the same place along rows, or their sum: it is
 # the same whatever rows are next to each other.
-_IN_ANY_ORDER = {x for x, rule in _KNOWN.items() if rule is factors.along_rows}
-_IN_ANY_ORDER |= {"reduce_sum", "dot_general"}
+_BY_FACTORS = factors.along_rows, factors.compared
+_IN_ANY_ORDER = {x for x, rule in _KNOWN.items() if rule in _BY_FACTORS}
+_IN_ANY_ORDER |= {*_OWN[factors.reduce_].split(), "dot_general", "iota"}
 
 
 def in_any_order(jaxpr: core.Jaxpr, part: Partitioned) -> bool:

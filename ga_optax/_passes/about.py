@@ -415,12 +415,6 @@ def references_inside(equation: core.JaxprEqn) -> bool:
     return any(map(_touches, jaxprs.within(equation)))
 
 
-def reference_effects(jaxpr: core.Jaxpr) -> frozenset[Any]:
-    """The effects of a program, without those on references it makes itself."""
-    internal = "InternalMutableArrayEffect"
-    return frozenset(x for x in jaxpr.effects if type(x).__name__ != internal)
-
-
 def check_own_references(jaxpr: core.Jaxpr) -> None:
     """Raises if a program reads or writes a reference from outside."""
     if any(map(jaxprs.is_reference, (*jaxpr.constvars, *jaxpr.invars))):

@@ -189,7 +189,7 @@ class Divided:
 
     # -- Derivatives -------------------------------------------------------------------
 
-    def read(self, operands: Iterable[int]) -> tuple[int, ...]:
+    def operands_read(self, operands: Iterable[int]) -> tuple[int, ...]:
         """The operands that the function reads, among some."""
         jaxpr = self.program.jaxpr
         return tuple(i for i in operands if jaxprs.num_readers(jaxpr, jaxpr.invars[i]))
@@ -359,7 +359,7 @@ def _types_of_results(
     *types: Any, function: Divided, program: Any = None
 ) -> tuple[Any, Any]:
     if program is not None:
-        return _types_of_program(types, program), about.reference_effects(program.jaxpr)
+        return _types_of_program(types, program), jaxprs.outer_effects(program.jaxpr)
     results = function.results
     if function.of is None or any(map(meshes.varying, types)):
         results = [x.aval for x in function.program.jaxpr.outvars]
@@ -373,10 +373,10 @@ def _effects(function: Divided) -> frozenset[Any]:
     other derivatives the function has called back; only rules inside may call again.
     """
     if (of := function.of) is None:
-        return about.reference_effects(function.program.jaxpr)
+        return jaxprs.outer_effects(function.program.jaxpr)
     base = of.base.program.jaxpr
     with_value = isinstance(of, Gradient) and of.outs
-    effects = about.reference_effects(base) if with_value else frozenset()
+    effects = jaxprs.outer_effects(base) if with_value else frozenset()
     return effects | about.side_effects(base).of_rules
 
 
@@ -406,7 +406,7 @@ def _derived(
     function: Divided,
     program: Any = None,
 ) -> tuple[list[Any], dict[int, Any]]:
-    moving = function.read(moved)
+    moving = function.operands_read(moved)
     dots = [dots[moved.index(i)] for i in moving]
     smooth = function.moved(moving)
     if program is None and function.comes_with_value(smooth, moving):

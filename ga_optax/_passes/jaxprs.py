@@ -76,6 +76,12 @@ def numbers(shape: Iterable[Any]) -> int:
     return math.prod([n if isinstance(n, int) else 1024 for n in shape])
 
 
+def nbytes(x: Any) -> int:
+    """The bytes of an array, or of a type; 0 of what is none."""
+    is_array = hasattr(x, "shape") and hasattr(x, "dtype")
+    return numbers(x.shape) * x.dtype.itemsize if is_array else 0
+
+
 def times(equation: core.JaxprEqn) -> int:
     """The number of times that an equation runs a program: 1 unless it is a scan."""
     return numbers([scan_of(equation).length]) if kind(equation) == "scan" else 1
@@ -231,6 +237,12 @@ def acts(equation: core.JaxprEqn) -> bool:
 
 def is_of_values(effect: Any) -> bool:
     return any(x.__name__ in _OF_VALUES for x in type(effect).__mro__)
+
+
+def outer_effects(jaxpr: core.Jaxpr) -> frozenset[Any]:
+    """The effects of a program, without those on references it makes itself."""
+    internal = "InternalMutableArrayEffect"
+    return frozenset(x for x in jaxpr.effects if type(x).__name__ != internal)
 
 
 def scan_of(equation: core.JaxprEqn) -> Scan:

@@ -13,10 +13,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core
 
-from .. import accumulator
 from .._checks import on_host
 from .._devices import collectives, meshes
 from .._devices.collectives import vary, zeros
@@ -37,7 +35,7 @@ from .._passes.table import arrival
 from ..accumulator import Accumulator
 from .flat import Opening, flat
 from .room import checkpoints_parted
-from .schedule import Level, Stage, part_of, schedule_of, traits_of
+from .schedule import Level, Stage, dtype_of_sum, part_of, schedule_of, traits_of
 
 # == Evaluation ========================================================================
 
@@ -118,7 +116,7 @@ class Evaluation:
         # Of these results one is enough: no loop computes one that is shared.
         pairs = enumerate(loss.program.folds)
         last = [i for i, fold in pairs if i and fold == "last"]
-        num_values = {"residual": len(self.xs[-1]), "stack": loss.size}
+        num_values = {"residual": len(self.operands.indices), "stack": loss.size}
         self.schedule = schedule_of(jaxpr, loss.axis, traits, last, num_values)
 
     def arguments(self) -> Buffers:
@@ -190,7 +188,7 @@ class Evaluation:
         Without a dependence on something `late` XLA on CPUs allocates all stacks at the
         start. So this stack, one of a `number`, begins with a number of the latest.
         """
-        stack = jnp.broadcast_to(like, (len(self.xs[-1]), *like.shape))
+        stack = jnp.broadcast_to(like, (len(self.operands.indices), *like.shape))
         stack = vary(stack, self.varying)
         latest = next(filter(_has_numbers, reversed(late.values())), None)
         if latest is None or 0 in stack.shape or not _has_numbers(stack):
@@ -215,7 +213,7 @@ def placed(stack: jax.Array, x: jax.Array, index: jax.Array) -> jax.Array:
 
 def wide(x: jax.Array) -> jax.Array:
     """`x` in the dtype of its sums."""
-    return x.astype(accumulator.accumulator_dtype(x, np.dtype(np.float32)))
+    return x.astype(dtype_of_sum(x.dtype))
 
 
 # == Forward ===========================================================================
@@ -283,7 +281,7 @@ def filled(
     folds = {i: FOLDS[b.kind] for i, b in enumerate(some) if b.is_folded}
     late = buffers if late is None else late
     start: dict[int, Any] = {
-        i: folds[i].init(x.aval, lambda x, term: vary(x, values.varying))
+        i: folds[i].init(x.aval, values.varying)
         if i in folds
         else values.stack(zeros(x.aval), late, i)
         for i, x in enumerate(operands)
@@ -513,11 +511,13 @@ def _looped(
 
     leaves, first = operands.batch, len(operands.batch) - len(parts)
     for i in moved:
-        leaves[first + i] = values.xs[-1]  # the loop reads the part in the total
+        leaves[first + i] = (
+            values.operands.indices
+        )  # the loop reads the part in the total
     loop = Loop(
         program,
         values.devices,
-        len(values.xs[-1]),
+        len(values.operands.indices),
         adds,
         rounds_once=program.low_precision,
         rows=len(residuals),

@@ -456,11 +456,15 @@ def bytes_of(x: Any) -> int:
 
 def nbytes_of_sum(x: Any) -> int:
     """The bytes of a sum of such values, in the dtype of sums."""
-    dtype = x.aval.dtype
-    if not jnp.issubdtype(dtype, jnp.inexact):
+    if not jaxprs.is_inexact(x):
         return 0
-    wide = accumulator.accumulator_dtype(jnp.zeros([], dtype), np.dtype(np.float32))
-    return jaxprs.numbers(x.aval.shape) * wide.itemsize
+    return jaxprs.numbers(x.aval.shape) * dtype_of_sum(x.aval.dtype).itemsize
+
+
+def dtype_of_sum(dtype: np.dtype) -> np.dtype:
+    """The dtype of sums of numbers of a dtype."""
+    one = jax.ShapeDtypeStruct((), dtype)
+    return accumulator.accumulator_dtype(one, np.dtype(np.float32))
 
 
 def bytes_of_step(jaxpr: core.Jaxpr, params: Sequence[Any]) -> int:

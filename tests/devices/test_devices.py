@@ -255,8 +255,8 @@ def test_replicas_of_shards_are_summed_once_a_window(loss, axes):
     assert {c.kind for c in sums} == {"all-reduce"}
     assert not over_replicas(audit.in_loop)
     assert {c.kind for c in audit.in_loop} >= {"all-gather", "all-reduce"}
-    # A shard of the matrices, the whole bias, the loss; of tokens, their number and the
-    # loss once more, which is infinite if the number is 0.
+    # A shard of the matrices, the whole bias, the loss; of tokens, their number, and
+    # the loss once more, which is infinite if the number is 0.
     scalars = SCALARS + 8 * (loss is token_loss)
     assert sent(sums)["all-reduce"] == MATRICES // 2 + 4 * WIDTH + scalars
 

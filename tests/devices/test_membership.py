@@ -1,6 +1,7 @@
 """Which rows are in which micro-batch, where nothing names the mesh of a program."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import mean_of, mesh_of, squares
@@ -47,6 +48,30 @@ def own_operations(step):
 def test_the_switch_leaves_the_operation_out():
     assert own_operations(mean_of(squares, K)) == 1
     assert not own_operations(mean_of(squares, K, optimize=False))
+
+
+def with_its_neighbour(w, x):
+    y = (x @ w).reshape(-1, 2, WIDTH)
+    return ((y[:, 0] - 2 * y[:, 1]) ** 2).mean()
+
+
+def at_its_place(w, x):
+    return ((x @ w - jnp.arange(float(ROWS))[:, None]) ** 2).mean()
+
+
+@pytest.mark.cpu
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("loss", "waits"), [(squares, 1), (with_its_neighbour, 0), (at_its_place, 0)]
+)
+def test_a_split_waits_for_the_lowering_if_rows_may_come_in_any_order(loss, waits):
+    step = value_and_grad(loss, K)
+    assert own_operations(step) == waits
+    whole, split = (NamedSharding(mesh_of(8), x) for x in (P(), P("data")))
+    rows = np.random.default_rng(0).integers(-3, 4, (ROWS, WIDTH)).astype(np.float32)
+    found = jax.jit(step, in_shardings=(whole, split))(ARGS[0], rows)
+    due = jax.value_and_grad(loss)(ARGS[0], rows)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, due)
 
 
 @pytest.mark.cpu
