@@ -297,7 +297,8 @@ class BatchDependencies:
       backward_passes: how often any part runs backward.
       peak_bytes: about how many bytes a device needs at a time, beside arguments and
         results: what is stored between the passes, its cotangents, and one
-        micro-batch's step. 0 where there is no pass but those of a plain loop.
+        micro-batch's step. XLA takes 0.6 to 1.3 times that, and up to 4 times for
+        products of all pairs of rows. 0 if there is no pass but those of a plain loop.
       more_room: `(residual_bytes, forward, backward)`: with how much room everything
         stays, and how many passes that takes; None if more room changes nothing.
       rows: the bytes of each leaf of the batch that has rows, by name.
