@@ -28,7 +28,6 @@ from .batches import argument, is_key, named_batch, to_pass
 from .call import (
     Call,
     check_carry,
-    explains_keywords,
     put_together,
     taken_apart,
     warns_outside_jit,
@@ -55,7 +54,7 @@ from .rows import (
 # batch continue one another.
 
 
-@explains_keywords
+@_checks.explains_keywords
 def accumulate(
     fun: Callable[..., Any],
     num_microbatches: int = 1,

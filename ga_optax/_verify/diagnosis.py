@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import ArrayLike
 
 from .. import _checks, accumulator
-from .._calls.call import check_parameters, explains_keywords
+from .._calls.call import check_parameters
 from .._calls.separate import accumulate
 from .._checks import is_real, named_leaves
 from .._passes import jaxprs
@@ -136,7 +136,7 @@ class Report:
 # == `verify` ==========================================================================
 
 
-@explains_keywords
+@_checks.explains_keywords
 def verify(
     fun: Callable[..., Any],
     params: optax.Params,
