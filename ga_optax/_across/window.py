@@ -145,7 +145,7 @@ class MicroStep:
 
     @functools.cached_property
     def terms(self) -> tuple[optax.Updates, dict[str, jax.Array]]:
-        """The gradients (floating for integer parameters) and `averaged`, to be added."""
+        """The gradients (floating for integers) and `averaged`, to be added."""
         return jax.tree.map(_floating, self.grads), self.averaged
 
     @functools.cached_property
