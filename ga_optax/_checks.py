@@ -5,17 +5,58 @@ what to do.
 """
 
 import contextlib
+import difflib
+import functools
+import inspect
 import itertools
 import math
 import numbers
 import operator
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# -- Keywords --------------------------------------------------------------------------
+
+
+def explains_keywords(fun: Callable[P, R], name: str = "") -> Callable[P, R]:
+    """`fun`, with errors for unknown keywords that list the known, and the nearest.
+
+    And for arrays, which belong to the function that `fun` returns. `name` is the name
+    of `fun` in messages, if it has another.
+    """
+    parameters = inspect.signature(fun).parameters
+    name, options = name or fun.__name__, list(parameters)[1:]
+
+    @functools.wraps(fun)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for keyword in kwargs:
+            if keyword not in parameters:
+                meant = difflib.get_close_matches(keyword, options, 1)
+                todo = f"Is it {meant[0]}?" if meant else "Leave it out."
+                raise TypeError(
+                    f"The options of {name} must be among {', '.join(options)}, but "
+                    f"{keyword} was passed. {todo} The page docs/migrating.md has what "
+                    "the options of other libraries become."
+                )
+        more = args[1:] if options[0] == "num_microbatches" else ()
+        if len(more) > 1 or any(map(np.ndim, jax.tree.leaves(more))):
+            raise TypeError(
+                f"{name} must get fun and num_microbatches alone, for it returns a "
+                f"function of all else, but {len(args)} arguments came. Call it twice: "
+                f"{name}(fun, num_microbatches)(params, batch)."
+            )
+        return fun(*args, **kwargs)
+
+    return call
+
 
 # -- Numbers and functions -------------------------------------------------------------
 

@@ -1,9 +1,9 @@
-"""Storage of the sum of a window, and the arguments of a `MultiSteps`.
+"""The arguments of a `MultiSteps`, and what follows from them alone.
 
     sum = Σ w·g of one device;  with data axes  psum(sums) = Σ w·g
 
-`Storage` is the sum of one device, or of each of many; `Config` the arguments, and what
-follows from them alone.
+So `Config` also says how a state holds the sum of a window: that of one device, or of
+each of many.
 """
 
 import dataclasses

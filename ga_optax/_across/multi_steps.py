@@ -13,9 +13,8 @@ chain.
 
 import difflib
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,12 @@ import optax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from .._checks import check_dtype, check_gradients, check_on_device
+from .._checks import (
+    check_dtype,
+    check_gradients,
+    check_on_device,
+    explains_keywords,
+)
 from .._devices import meshes
 from .._text import listed
 from .choices import check_decisions
@@ -45,27 +49,6 @@ from .state import (
     warn_of_counts,
 )
 from .window import MicroStep
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _explains_keywords(new: Callable[P, R]) -> Callable[P, R]:
-    """`MultiSteps.__new__`, with an error for unknown options that lists the known."""
-    options = [*inspect.signature(new).parameters][1:]
-
-    @functools.wraps(new)
-    def checked_new(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name in kwargs:
-            if name not in options:
-                raise TypeError(
-                    f"The options of MultiSteps must be among {', '.join(options)}, "
-                    f"but {name} was passed. The number of micro-steps in a window, k, "
-                    "is every_k_schedule here."
-                )
-        return new(*args, **kwargs)
-
-    return checked_new
 
 
 class MultiSteps(optax.GradientTransformationExtraArgs):
@@ -140,7 +123,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
 
     _config: Config
 
-    @_explains_keywords
+    @functools.partial(explains_keywords, name="MultiSteps")
     def __new__(
         cls,
         opt: optax.GradientTransformation,
@@ -234,7 +217,7 @@ def _update_of(config: Config) -> Callable[..., Any]:
         _check_spelling(extra_args)
         check_order(grads=grads, params=params)
         arguments = config, state, grads, params, extra_args, weight
-        return MicroStep(*arguments, applies=False).run()
+        return MicroStep(*arguments, applies=False).add_gradient()
 
     @functools.wraps(update)
     def update_as_in_optax(*args: Any, **kwargs: Any) -> Any:
@@ -337,7 +320,7 @@ def apply_gradients(
         config = tx._config
         _check_extra_args(config.opt, extra_args)
         arguments = config, state, grads, params, extra_args, weight, emit
-        return MicroStep(*arguments).run()
+        return MicroStep(*arguments).add_gradient()
 
     if emit is not None:
         raise _no_multi_steps("emit", tx)

@@ -50,7 +50,7 @@ _CHANGED = ("inner_opt_state", "drop_state", "grad_norm")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MicroStep:
-    """A call: its arguments, and what follows from them. `run` or `close_early` it.
+    """A call, to `add_gradient` or to `close_early`: its arguments, and what follows.
 
     Raises if the state does not fit this `MultiSteps`.
 
@@ -81,7 +81,7 @@ class MicroStep:
                 self._check_field(field, new)
         _ = self.averaged  # raises if an argument is no number
 
-    def run(self) -> tuple[Any, MultiStepsState]:
+    def add_gradient(self) -> tuple[Any, MultiStepsState]:
         """Adds the gradient, and closes the window if it is full."""
         self._check()
         skip, skip_state = self.skips
@@ -145,12 +145,12 @@ class MicroStep:
 
     @functools.cached_property
     def terms(self) -> tuple[optax.Updates, dict[str, jax.Array]]:
-        """What is added: gradients (floating for integer parameters), `averaged`."""
+        """The gradients (floating for integers) and `averaged`, to be added."""
         return jax.tree.map(_floating, self.grads), self.averaged
 
     @functools.cached_property
     def skips(self) -> tuple[Predicate, Any]:
-        """Whether the micro-step is left out, and the new `skip_state`."""
+        """True if the micro-step is left out, and the new `skip_state`."""
         if self.config.should_skip_update_fn is None:
             return False, self.state.skip_state
         decision = self._decide("skip_state", self.grads)

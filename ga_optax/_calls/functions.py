@@ -17,7 +17,7 @@ import optax
 from jax.extend import core
 from jax.typing import DTypeLike
 
-from .._checks import check_callable, named_leaves
+from .._checks import check_callable, explains_keywords, named_leaves
 from .._devices.meshes import DataAxis
 from .._partition.held import Note
 from .._passes import about, jaxprs
@@ -29,7 +29,6 @@ from .batches import DoesNotFitError
 from .call import (
     Call,
     as_returned,
-    explains_keywords,
     returning_pair,
     warns_outside_jit,
 )

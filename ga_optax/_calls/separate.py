@@ -29,7 +29,6 @@ from .batches import argument, is_key, named_batch, to_pass
 from .call import (
     Call,
     check_carry,
-    explains_keywords,
     put_together,
     taken_apart,
     warns_outside_jit,
@@ -48,7 +47,7 @@ from .options import Argument, Options
 # batch continue one another.
 
 
-@explains_keywords
+@_checks.explains_keywords
 def accumulate(
     fun: Callable[..., Any],
     num_microbatches: int = 1,

@@ -557,7 +557,7 @@ class Facts(NamedTuple):
 # Parameters that the passes read or give, by primitive.
 PARAMETERS = {
     "scan": ("length", "reverse", "unroll"),
-    "jit": ("in_shardings", "out_shardings", "in_layouts", "donated_invars"),
+    "jit": ("in_shardings", "out_shardings", "in_layouts", "donated_invars", "inline"),
     "remat2": ("prevent_cse", "policy"),
     PRODUCT: ("dimension_numbers", "precision", "preferred_element_type"),
     CAST: ("new_dtype", "weak_type", "sharding"),

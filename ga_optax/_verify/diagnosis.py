@@ -21,7 +21,7 @@ from jax.typing import ArrayLike
 
 from .. import _checks, accumulator
 from .._calls import batches
-from .._calls.call import Call, check_parameters, explains_keywords
+from .._calls.call import Call, check_parameters
 from .._calls.options import Options
 from .._calls.separate import accumulate
 from .._checks import is_real, named_leaves
@@ -138,7 +138,7 @@ class Report:
 # == `verify` ==========================================================================
 
 
-@explains_keywords
+@_checks.explains_keywords
 def verify(
     fun: Callable[..., Any],
     params: optax.Params,

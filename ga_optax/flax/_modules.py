@@ -20,9 +20,9 @@ from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
 from .._calls import functions, separate
-from .._calls.call import check_number, explains_keywords, warns_outside_jit
+from .._calls.call import check_number, warns_outside_jit
 from .._calls.options import place_of
-from .._checks import check_not_empty
+from .._checks import check_not_empty, explains_keywords
 from .._devices.meshes import DataAxis
 from .._verify import diagnosis
 from ..accumulator import Accumulator

@@ -342,8 +342,8 @@ plan(memory_limit=None) -> V memory_limit must be given | "16GiB"
 """  # a GPU reports its memory
 
 WORDS_OF_OTHERS = """
-ga.verify(jnp.mean, 1.0, X, 2, rngs=2) -> T rngs was passed | rng=
-ga.value_and_grad(jnp.mean, 2, rows=3) -> T unexpected keyword argument 'rows'
+ga.verify(jnp.mean, 1.0, X, 2, rngs=2) -> T rngs was passed | Is it rng?
+ga.value_and_grad(jnp.mean, 2, rows=3) -> T rows was passed | Leave it out.
 ga.microbatch(lambda w, x: "text", 2)(W, X) -> T fun returns must be arrays | only leaf
 ga.microbatch(scaled, 4, batch_argnums=-3)(W, X) -> V names -3, and the call has 2
 ga.microbatch(scaled, 4, batch_argnums=2)(W, 3.0) -> V names 2, and the call has 2

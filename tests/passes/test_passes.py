@@ -6,10 +6,13 @@ import sys
 from typing import Any, NamedTuple
 
 import helpers
+import internals
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from corpus import harness
+from corpus.rules import CASES, NEW
 from helpers import leaves_of, mean_of, mesh_of, normal, put, ruled, with_pass
 from jax.experimental import checkify
 from jax.sharding import AxisType
@@ -388,6 +391,29 @@ def test_this_jax_is_as_known_and_nothing_is_registered_at_import():
     )
     run = helpers.python("-c", code)
     assert run.returncode == 0, run.stderr
+
+
+# Parameters of what no example of the table has: regions, kernels, partitions, products
+# of groups; our own primitives; and what a part of a partition is called.
+NOT_ASKED = """all_gather_dimension check_vma compiler_params cost_estimate dropout_rate
+function grid_mapping group_offset in_specs in_tree input_output_aliases mesh
+newly_manual_axes out_avals out_specs out_tree partition promise
+ragged_dot_dimension_numbers scan score_mod sharding_rule static_args tiled which"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("optax_promotion", "float64")
+def test_this_jax_has_every_parameter_that_is_read_by_name():
+    args, found = harness.arguments(), set()
+    cases = (fun for name in CASES.keys() - set(NEW) for fun in CASES[name])
+    for program in (jax.make_jaxpr(fun)(*args).jaxpr for fun in cases):
+        found.update(*(e.params for e in jaxprs.equations(program)))
+    new = {"_prim"} - found if jax.__version_info__ < (0, 12) else set()
+    read = internals.read()
+    assert {*read["parameters"]} - found == {*NOT_ASKED.split()} | new
+    assert not [x for x in read["modules"] if "_src" in x]
+    assert read["MLIR"] == ["sdy.sharding", "sdy.sharding_constraint"]
+    assert {*read["parameters"], "renamed"} - found > {*NOT_ASKED.split()}  # the twin
 
 
 CONTEXTS = {
