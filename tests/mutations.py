@@ -406,6 +406,10 @@ FAULTS = """
 * the gradient of the last, smaller micro-batch alone
 - operands = operands._replace(acc=some.acc)
 + operands = operands._replace(acc=operands.acc)
+@ _calls/rows.py: test_law
+* counts of the last, smaller micro-batch are left out
+- for part, meetings, xs in triples:
++ for part, meetings, xs in triples[:1]:
 @ _partition/writer.py: test_law
 * each micro-batch adds an equal share, however many rows it has
 - size = parts.total / parts.rows if isinstance(parts, Uneven) else parts

@@ -149,7 +149,7 @@ def over_micro_batches(micro_batch: MicroBatch) -> Pair:
     specs: Any = [split if isinstance(x, Rows) else REPLICATED for x in part.layouts]
     outcome = on_devices(
         micro_batch,
-        lambda program: run(told(schedule(rewrite(program)))),
+        lambda program: run(told(schedule(rewrite(counted(program))))),
         Outcome(specs, [], rows.specs_of_gradients(call), split),
     )
     leaves = rows.returned(call, part, closed.jaxpr, outcome.results, membership)
@@ -237,7 +237,7 @@ def partition(traced: Traced, like: Partitioned | None = None) -> MicroBatch:
         part, membership = rows.of_micro_batch(call, jaxpr, like)
         if call.rest:
             last = rows.of_neighbours(call, jaxpr, rows.parts_of(call, True), part)
-            if not _are_alike(part, last):
+            if not rows.are_alike(part, last):
                 raise RowsMeet
     except RowsMeet:
         raise undivided.does_not_divide(call, jaxpr) from None
@@ -245,6 +245,20 @@ def partition(traced: Traced, like: Partitioned | None = None) -> MicroBatch:
     if call.sees is None:  # a report shows the lines, whatever the options are
         undivided.check_options(micro_batch.call, micro_batch.part)
     return micro_batch
+
+
+def counted(micro_batch: MicroBatch) -> MicroBatch:
+    """The micro-batch, with its counts as constants if the last one is smaller."""
+    call, closed, _, part, _, last = micro_batch
+    if last is None:
+        return micro_batch
+    pairs = [
+        (part, [*its.split(False), _indices(its)])
+        for its, part in ((call, part), (call.of_last(), last))
+    ]
+    fixed = [*closed.consts, *jax.tree.leaves(call.params)]
+    part, last = rows.without_counts(pairs, fixed)
+    return micro_batch._replace(part=part, last=last)
 
 
 def rewrite(micro_batch: MicroBatch) -> Rewritten:
@@ -345,14 +359,6 @@ def _with_last(micro_batch: MicroBatch, last: Partitioned, some: Outcome) -> Out
     operands = operands._replace(acc=some.acc)
     out = loop.run_loop(program, operands, context, begins=True, merges=True)
     return rows.merged(call, part.layouts, some, out)
-
-
-def _are_alike(some: Partitioned, last: Partitioned) -> bool:
-    """True if two programs are the same but for the number of rows."""
-    names = [
-        [e.primitive.name for e in jaxprs.equations(x.jaxpr)] for x in (some, last)
-    ]
-    return some.layouts == last.layouts and names[0] == names[1]
 
 
 def _indices(call: Call) -> jax.Array:

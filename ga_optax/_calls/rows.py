@@ -7,6 +7,7 @@ with a data axis.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,15 +20,23 @@ from .. import config
 from .._devices import collectives, meshes
 from .._devices.collectives import Membership
 from .._loop.loop import Outcome
-from .._loop.micro_step import FOLDS
+from .._loop.micro_step import FOLDS, Fold, Weighting
 from .._partition import held
 from .._partition.held import PARTIAL, WHOLE, Axis, Layout, Rows, Uneven, type_here
-from .._partition.partitioned import Argument, Partitioned, in_any_order, partition
+from .._partition.partitioned import (
+    Argument,
+    Partitioned,
+    first_meetings,
+    in_any_order,
+    partition,
+    without_meetings,
+)
 from .._passes import jaxprs
 from .._passes.jaxprs import is_inexact
 from .._passes.shards import Shard, either
 from .._text import warn
 from .._window.flat import LONGEST
+from .._window.schedule import MEETINGS
 from .batches import Devices, DoesNotFitError
 from .call import Call
 
@@ -127,6 +136,14 @@ def of_neighbours(
     return partition(jaxpr, arguments, axis, PARTIAL, like)
 
 
+def are_alike(some: Partitioned, last: Partitioned) -> bool:
+    """True if two programs are the same but for the number of rows."""
+    names = [
+        [e.primitive.name for e in jaxprs.equations(x.jaxpr)] for x in (some, last)
+    ]
+    return some.layouts == last.layouts and names[0] == names[1]
+
+
 def is_open(jaxpr: Any) -> bool:
     """True if sizes are left open, as by `jax.export`."""
     sizes = [n for x in jaxpr.invars for n in getattr(x.aval, "shape", ())]
@@ -185,6 +202,53 @@ def _arguments(call: Call, jaxpr: Any, rows: Sequence[Rows]) -> list[Argument]:
         *(Argument(x.aval, WHOLE, True) for x in params),
         *(Argument(x.aval, r, i < 0 or smooth(x)) for i, (x, r) in of_batch),
     ]
+
+
+# -- Counts of uneven micro-batches ----------------------------------------------------
+
+
+def without_counts(
+    pairs: Sequence[tuple[Partitioned, list[jax.Array]]], fixed: Sequence[Any]
+) -> list[Partitioned]:
+    """The programs, of all micro-batches together, with their counts as constants.
+
+    Counts are sums and extrema of no parameters: all are known before the loop.
+
+    Args:
+      pairs: programs of micro-batches that are alike, and these micro-batches.
+      fixed: the arguments before them.
+    """
+    parts, batches = zip(*pairs, strict=True)
+    while any(meetings := [first_meetings(x, AXIS) for x in parts]):
+        triples = list(zip(parts, meetings, batches, strict=True))
+        values = _counts(triples, fixed)
+        parts = [without_meetings(x, its, values) for x, its, _ in triples]
+    return [x._replace(meets=False) for x in parts]
+
+
+def _counts(triples: Sequence[Any], fixed: Sequence[Any]) -> list[jax.Array]:
+    """The results of collectives: `triples` has programs, collectives, and batches."""
+    pairs = [(MEETINGS[e.primitive.name], x) for e in triples[0][1] for x in e.outvars]
+    folds, names = [FOLDS[kind] for (kind, _), _ in pairs], [x for _, x in pairs]
+    carry = [f.init(x.aval, lambda x, _: x) for f, x in zip(folds, names, strict=True)]
+    for part, meetings, xs in triples:
+        jaxpr = jaxprs.silent(part.jaxpr)
+        terms = jaxpr.replace(outvars=[x for e in meetings for x in e.invars])
+        program = jaxprs.Program(jaxprs.live(terms), part.consts)
+        run = functools.partial(_folded, folds, program, fixed)
+        with jax.named_scope("counts"):
+            carry = jax.lax.scan(run, carry, xs)[0]
+    each = zip(folds, carry, names, strict=True)
+    return [f.finish(x, None).astype(name.aval.dtype) for f, x, name in each]
+
+
+def _folded(
+    folds: Sequence[Fold], program: Any, fixed: Sequence[Any], carry: Any, x: Any
+) -> tuple[list[Any], None]:
+    """The carry of folds after the results of one micro-batch."""
+    terms = jaxprs.results(program, [*fixed, *x])
+    triples = zip(folds, carry, terms, strict=True)
+    return [fold.step(old, new, Weighting()) for fold, old, new in triples], None
 
 
 # -- Results ---------------------------------------------------------------------------

@@ -91,7 +91,8 @@ def does_not_divide(call: Call, jaxpr: Any) -> DoesNotFitError:
     total = rows.parts_of(call).total
     one = rows.of_neighbours(call, jaxpr, total)  # each row by itself
     axis = Axis(rows.AXIS, total, 0)
-    met = next(filter(axis.is_meeting, jaxprs.equations(one.jaxpr)), None)
+    every = filter(axis.is_meeting, jaxprs.equations(one.jaxpr))
+    met = one.in_gradient or next(every, None)  # counts can be had
     where = f", and rows meet at {about.place_of(met.source_info)}" if met else ""
     number, came, _ = batches.counted_rows(call, hint=True)
     k, name = call.num_of_all + 1, came.partition(" has shape")[0]

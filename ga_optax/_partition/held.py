@@ -250,7 +250,7 @@ class Axis(NamedTuple):
     Attributes:
       name: the name of the axis.
       parts: the number of micro-batches, on all devices together; or their size, if
-        the last one is smaller. Then rows must not meet.
+        the last one is smaller. Then rows must not meet, but for counts.
       longest: the length of the longest scan in which rows may meet; longer scans are
         computed whole.
       is_checked: True if the axis is in a region of a mesh that has no types for it.
@@ -281,7 +281,10 @@ class Axis(NamedTuple):
     @property
     def env(self) -> list[tuple[str, int]]:
         """The axes that are bound where programs of micro-batches are traced."""
-        return [(self.name, self.size)] if self.is_even else []
+        parts = self.parts
+        is_uneven = isinstance(parts, Uneven)
+        number = parts.before + -(-parts.total // parts.rows) if is_uneven else parts
+        return [(self.name, number)]
 
     def is_meeting(self, e: core.JaxprEqn) -> bool:
         """True if an equation is a collective over the axis, in which rows meet."""

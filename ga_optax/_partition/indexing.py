@@ -297,7 +297,7 @@ def _sum(w: Writer, vs: list[Value], here: Any) -> Any:
     """The sum over micro-batches of a result of values."""
     for v in vs:
         w.meet(v)
-    return w.sum(here)
+    return w.axis.sum(here)
 
 
 def _order(

@@ -205,6 +205,28 @@ class Partitioned(NamedTuple):
     cut: frozenset[Root] = frozenset()
 
 
+def first_meetings(part: Partitioned, axis: str) -> list[core.JaxprEqn]:
+    """The collectives over the axis, all of them in the open, that need no other."""
+    jaxpr = part.jaxpr
+    every = [e for e in jaxpr.eqns if axis in jaxprs.axes_of(e)]
+    later = jaxprs.following(jaxpr, [x for e in every for x in e.outvars])
+    return [e for e in every if later.isdisjoint(jaxprs.variables(e.invars))]
+
+
+def without_meetings(
+    part: Partitioned, meetings: Sequence[core.JaxprEqn], values: Sequence[Any]
+) -> Partitioned:
+    """The program with constants in place of what these collectives compute."""
+    jaxpr, gone = part.jaxpr, set(map(id, meetings))
+    eqns = [e for e in jaxpr.eqns if id(e) not in gone]
+    effects = frozenset().union(*(e.effects for e in eqns))
+    names = [*jaxpr.constvars, *(x for e in meetings for x in e.outvars)]
+    consts = [*part.consts, *values]
+    jaxpr = jaxpr.replace(eqns=eqns, effects=effects)
+    jaxpr = jaxprs.closing_over(jaxpr, names, consts, jaxpr.invars)
+    return part._replace(jaxpr=jaxpr, consts=consts)
+
+
 class Argument(NamedTuple):
     """An argument: the type, the layout, and True if it is differentiated."""
 
@@ -270,7 +292,8 @@ class _Whole(NamedTuple):
             rules = RULES._replace(operands=some) if some else RULES
             if isinstance(axis.parts, Uneven):
                 index = index + axis.parts.before
-            scope = Scope(forbids_collectives=not axis.is_even)
+            is_uneven = not axis.is_even
+            scope = Scope(forbids_collectives=is_uneven, may_count=is_uneven)
             w = Writer(axis, index, rules, Records(), scope)
             given = [
                 Value(x, a.aval, a.layout, 0, a.smooth, a.smooth)

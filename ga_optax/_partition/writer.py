@@ -49,6 +49,8 @@ class Scope(NamedTuple):
         rules run without the rules.
       partitioned_again: True in a nested `microbatch`, which partitions what is written
         once more.
+      may_count: True if rows meet all the same in sums and extrema of no parameters,
+        such as counts: between the equations of a program of uneven micro-batches.
       is_inner: True in a program inside of an equation. The results have types, so sums
         are rounded at once.
     """
@@ -58,6 +60,7 @@ class Scope(NamedTuple):
     in_rule: bool = False
     partitioned_again: bool = False
     is_inner: bool = False
+    may_count: bool = False
 
 
 class Same:
@@ -105,7 +108,7 @@ class Writer:
 
     def within(self, **scope: bool) -> "Writer":
         """The writer inside of an equation, where more of `Scope` holds."""
-        return self.at(scope=self.scope._replace(**scope))
+        return self.at(scope=self.scope._replace(**scope, may_count=False))
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """Returns what `make` returned when this key came first.
@@ -145,13 +148,15 @@ class Writer:
         return self.to(v, rows)
 
     def _all_of(self, v: Value) -> Any:
-        self.meet()
+        self._check_meeting(v if v.is_partial else None)
         if v.made is not None and (v.scaled or is_reshaped(v)):
             e, vs, i = v.made  # of what it is made of, whole
             xs = [jnp.asarray(self.whole(u), u.aval.dtype) for u in vs]
             return self.results(e, xs)[i]
         self.level = v.level + v.params
-        return self.sum(v.x).astype(v.aval.dtype) if v.is_partial else self.joined(v)
+        if v.is_partial:
+            return self.axis.sum(v.x).astype(v.aval.dtype)
+        return self.joined(v)
 
     def _cut(self, v: Value, rows: Rows) -> Any:
         if v.is_whole and (x := self.rules.recut(self, v, rows)) is not None:
@@ -216,10 +221,14 @@ class Writer:
 
     def meet(self, v: Value | None = None) -> None:
         """Notes that rows of a value meet; raises where they must not."""
-        if self.scope.forbids_collectives:
-            raise RowsMeet
+        self._check_meeting(v)
         if v is not None:
             self.level = max(self.level, v.level + v.params)
+
+    def _check_meeting(self, v: Value | None) -> None:
+        counts = self.scope.may_count and v is not None and not v.params
+        if self.scope.forbids_collectives and not counts:
+            raise RowsMeet
 
     def sum(self, x: Any) -> Any:
         """The sum over micro-batches."""

@@ -412,6 +412,26 @@ def test_any_number_of_rows_gives_the_gradient_of_all(name, n, k):
         assert off(in_float64(fun, *others, k=7, has_aux=True)[0][1], want[1]) > 1e-6
 
 
+def counted(p, b):
+    """Sums and extrema of no parameters, one of which needs another, and an aux."""
+    h, mask = losses.hidden(p, b["x"]), b["x"][:, 0] > -0.5
+    weights = jnp.exp(b["x"][:, 1] - b["x"][:, 1].max()) * mask
+    centred = weights - weights.sum() / mask.sum()
+    loss = (jnp.square(h).mean(1) * weights).sum() / jnp.abs(centred).sum()
+    return loss, {"tokens": mask.sum(), "rows": h * mask[:, None]}
+
+
+@pytest.mark.quick
+def test_any_number_of_rows_may_be_counted():
+    for n, k in ((15, 4), (7, 3)):
+        args = losses.arguments(n, np.float32)
+        got, want = in_float64(counted, *args, k=k, has_aux=True)
+        assert_close(got, want, n=n)
+    # The twin: with the count of all rows but the last it is another loss.
+    fewer = args[0], jax.tree.map(lambda x: x[:-1], args[1])
+    assert off(in_float64(counted, *fewer, k=3, has_aux=True)[0][0], want[0]) > 1e-6
+
+
 def test_derivatives_of_any_number_of_rows_are_those_of_all():
     """Of a function with respect to rows as well, twice, forwards and in a batch."""
     w, x = array(3, 3), array(15, 3)
