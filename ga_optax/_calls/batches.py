@@ -7,7 +7,7 @@ the one record of what is known of the mesh.
 """
 
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .. import _checks
-from .._checks import divisors, named_leaves, one_of, uneven
+from .._checks import divisors, holds, named_leaves, one_of, uneven
 from .._devices import collectives, meshes
 from .._devices.collectives import Membership
 from .._devices.meshes import Axes, By, DataAxis, Placement
@@ -167,7 +167,7 @@ def checked_split(call: Call, hint: bool) -> Call:
         _check_one_length(call, rows, came)
         if devices * k > 1:
             _check_no_batch(call, rows)
-    if not isinstance(part, int) and not _holds(lambda: part % k == 0):
+    if not isinstance(part, int) and not holds(lambda: part % k == 0):
         raise ValueError(
             f"num_microbatches={k} must divide the batch axis, but {came}. Export a "
             f'dimension that it divides, such as jax.export.symbolic_shape("{k}*b").'
@@ -338,7 +338,7 @@ def _warn_of_rows(call: Call, rows: Any, came: str) -> None:
         is_tokens = np.ndim(x) > 1 and jnp.issubdtype(x.dtype, jnp.integer)
         votes[n] = votes.get(n, 0) + 1 + is_tokens
     n = max(votes, key=votes.__getitem__)
-    fewer = _holds(lambda: n < rows) and votes[n] > votes[rows]
+    fewer = holds(lambda: n < rows) and votes[n] > votes[rows]
     if fewer and k != 1 and n % (k or size) == 0:
         warn_once(
             f"The rows of a batch are those of most of its bytes, here {rows:,} ({came}"
@@ -352,8 +352,8 @@ def _is_split(n: Any, rows: Any, parts: int) -> bool:
 
     With 0 `parts` micro-batches have the rows of the batch alone.
     """
-    is_one = _holds(lambda: n == rows)
-    return is_one or (parts > 0 and _holds(lambda: n > 0 and n % parts == 0))
+    is_one = holds(lambda: n == rows)
+    return is_one or (parts > 0 and holds(lambda: n > 0 and n % parts == 0))
 
 
 def _warn_of_role(call: Call, place: Argument, rows: int) -> None:
@@ -362,7 +362,7 @@ def _warn_of_role(call: Call, place: Argument, rows: int) -> None:
     if len(lengths) != 1 or max(map(jnp.ndim, call.batch)) > 1:
         return
     [length] = lengths
-    if not (length and _holds(lambda: length[0] > rows)):
+    if not (length and holds(lambda: length[0] > rows)):
         return
     split = " and ".join(map(argument, call.roles["batch_argnums"]))
     option = "batch_argnames" if isinstance(place, str) else "batch_argnums"
@@ -372,14 +372,6 @@ def _warn_of_role(call: Call, place: Argument, rows: int) -> None:
         f"leaf. If that is the batch, pass {option}={place!r}; the gradient is right "
         "anyway, but saves nothing."
     )
-
-
-def _holds(test: Callable[[], Any]) -> bool:
-    """The result of a test of dimensions; False if `jax.export` leaves them open."""
-    try:
-        return bool(test())
-    except Exception:  # which JAX does not export
-        return False
 
 
 def _num_splits(call: Call) -> tuple[int, str]:

@@ -249,11 +249,11 @@ def partition(traced: Traced, like: Partitioned | None = None) -> MicroBatch:
 
 def counted(micro_batch: MicroBatch) -> MicroBatch:
     """The micro-batch, with its counts as constants if the last one is smaller."""
-    call, closed, _, part, _, last = micro_batch
+    call, closed, _, part, membership, last = micro_batch
     if last is None:
         return micro_batch
     pairs = [
-        (part, [*its.split(False), _indices(its)])
+        (part, [*its.split(membership), _indices(its)])
         for its, part in ((call, part), (call.of_last(), last))
     ]
     fixed = [*closed.consts, *jax.tree.leaves(call.params)]

@@ -230,7 +230,7 @@ def _counts(triples: Sequence[Any], fixed: Sequence[Any]) -> list[jax.Array]:
     """The results of collectives: `triples` has programs, collectives, and batches."""
     pairs = [(MEETINGS[e.primitive.name], x) for e in triples[0][1] for x in e.outvars]
     folds, names = [FOLDS[kind] for (kind, _), _ in pairs], [x for _, x in pairs]
-    carry = [f.init(x.aval, lambda x, _: x) for f, x in zip(folds, names, strict=True)]
+    carry = [f.init(x.aval, ()) for f, x in zip(folds, names, strict=True)]
     for part, meetings, xs in triples:
         jaxpr = jaxprs.silent(part.jaxpr)
         terms = jaxpr.replace(outvars=[x for e in meetings for x in e.invars])
