@@ -230,7 +230,8 @@ def linear(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:
         return None
     if name == CAST and _bits(e.outvars[0].aval) < _bits(vs[0].x):
         # The sum must be rounded, and not the terms: it is when it is complete.
-        rounds = w.scope.forbids_collectives or w.scope.is_inner
+        forbids = w.scope.forbids_collectives and not w.scope.may_count
+        rounds = forbids or w.scope.is_inner
         return None if rounds else [(vs[0].x, PARTIAL)]
     if name == "gather" and e.params["fill_value"]:
         return None  # it is added once, and not by each micro-batch

@@ -432,6 +432,14 @@ def test_any_number_of_rows_may_be_counted():
     assert off(in_float64(counted, *fewer, k=3, has_aux=True)[0][0], want[0]) > 1e-6
 
 
+@pytest.mark.quick
+def test_any_number_of_rows_may_be_added_up_in_bfloat16():
+    w, x = jnp.ones(3, jnp.bfloat16), jnp.ones((7, 3), jnp.bfloat16)
+    step = ga.value_and_grad(lambda w, x: (x @ w).sum() / x[:, 0].sum(), 3)
+    value, grad = step(w, x)
+    assert (value, grad.tolist(), grad.dtype) == (3, [1.0] * 3, jnp.bfloat16)
+
+
 def test_derivatives_of_any_number_of_rows_are_those_of_all():
     """Of a function with respect to rows as well, twice, forwards and in a batch."""
     w, x = array(3, 3), array(15, 3)

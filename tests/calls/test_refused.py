@@ -204,7 +204,7 @@ W, "abc" -> V hold arrays | none with an axis: the only leaf is of type str
   | Pass the batch
 W, {"t": W} -> V hold arrays | none with an axis: leaf ['t'] is a scalar
   | Pass the batch
-W, {"table": np.ones(11), "x": X}, fun=lambda w, b: w * jnp.std(b["table"])
+W, {"table": np.ones(11), "x": X}, fun=lambda w, b: jnp.std(w * b["table"])
   -> V num_microbatches=2 must divide | if rows meet, but leaf ['table'] has shape (11,)
   | rows meet at | Use 1 or 11; or, | leaf ['table'] None in | drop the last row, or
   | add 1 row that a mask leaves out of the loss: jnp.where(mask
@@ -219,7 +219,7 @@ k=None, microbatch_size=0 -> V microbatch_size must be at least 1 | it is 0
 k=None, microbatch_size=2.0 -> T microbatch_size must be an int | 2.0
   | Pass how many rows
 W, X, k=9 -> V num_microbatches=9 must divide | shape (8,) | Use 1, 2, 4 or 8.
-W, X[:7], fun=lambda w, x: w * jnp.std(x), k=None, microbatch_size=2
+W, X[:7], fun=lambda w, x: jnp.std(w * x), k=None, microbatch_size=2
   -> V num_microbatches=4 must | shape (7,) | rows meet at | Use 1 or 7. | add 1 row
 W, fun=lambda w: jnp.mean(X * w) -> V fun must take its batch: what it closes
 residual_bytes=-1
