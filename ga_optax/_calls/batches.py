@@ -7,7 +7,7 @@ the one record of what is known of the mesh.
 """
 
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .. import _checks
-from .._checks import divisors, holds, named_leaves, one_of, uneven
+from .._checks import divisors, is_raw_key, named_leaves, one_of, uneven
 from .._devices import collectives, meshes
 from .._devices.collectives import Membership
 from .._devices.meshes import Axes, By, DataAxis, Placement
@@ -48,11 +48,6 @@ def is_key(leaf: Any) -> bool:
     """True for a typed array of PRNG keys."""
     is_array = isinstance(leaf, jax.Array)
     return is_array and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
-
-
-def _is_raw_key(leaf: Any) -> bool:
-    """True for a leaf with the type of keys of `jax.random.PRNGKey`."""
-    return np.shape(leaf) in ((2,), (4,)) and jnp.result_type(leaf) == jnp.uint32
 
 
 def named_batch(call: Call) -> list[tuple[str, Any]]:
@@ -167,7 +162,7 @@ def checked_split(call: Call, hint: bool) -> Call:
         _check_one_length(call, rows, came)
         if devices * k > 1:
             _check_no_batch(call, rows)
-    if not isinstance(part, int) and not holds(lambda: part % k == 0):
+    if not isinstance(part, int) and not _holds(lambda: part % k == 0):
         raise ValueError(
             f"num_microbatches={k} must divide the batch axis, but {came}. Export a "
             f'dimension that it divides, such as jax.export.symbolic_shape("{k}*b").'
@@ -235,7 +230,7 @@ def counted_rows(call: Call, hint: bool) -> tuple[int, str, str]:
     sizes: dict[Any, int] = {}
     for _, x, length in leaves:
         sizes[length] = sizes.get(length, 0) + (
-            0 if _is_raw_key(x) else jaxprs.nbytes(x)
+            0 if is_raw_key(x) else jaxprs.nbytes(x)
         )
     # A size that `jax.export` leaves open is the number of rows.
     rows = max(sizes, key=lambda n: (not isinstance(n, int), sizes[n]))
@@ -279,7 +274,7 @@ def _with_whole_keys(call: Call, rows: int) -> Call:
     """The call, in which raw keys that are not as long as the batch go whole."""
     leaves = jax.tree.leaves(call.role("batch_argnums"))
     axes = [
-        None if axis is not None and _is_raw_key(x) and np.shape(x)[0] != rows else axis
+        None if axis is not None and is_raw_key(x) and np.shape(x)[0] != rows else axis
         for x, axis in zip(leaves, call.batch_axes, strict=True)
     ]
     return call._replace(batch_axes=axes)
@@ -295,7 +290,7 @@ def _check_one_length(call: Call, rows: int, came: str) -> None:
             raise ValueError(
                 "All leaves of the batch must have one length along their batch axis, "
                 f"but {came} and {name} has shape {jnp.shape(x)}. "
-                f"{_A_KEY_ALONE if _is_raw_key(x) else todo}{or_another(call)}"
+                f"{_A_KEY_ALONE if is_raw_key(x) else todo}{or_another(call)}"
             )
 
 
@@ -338,7 +333,7 @@ def _warn_of_rows(call: Call, rows: Any, came: str) -> None:
         is_tokens = np.ndim(x) > 1 and jnp.issubdtype(x.dtype, jnp.integer)
         votes[n] = votes.get(n, 0) + 1 + is_tokens
     n = max(votes, key=votes.__getitem__)
-    fewer = holds(lambda: n < rows) and votes[n] > votes[rows]
+    fewer = _holds(lambda: n < rows) and votes[n] > votes[rows]
     if fewer and k != 1 and n % (k or size) == 0:
         warn_once(
             f"The rows of a batch are those of most of its bytes, here {rows:,} ({came}"
@@ -352,8 +347,8 @@ def _is_split(n: Any, rows: Any, parts: int) -> bool:
 
     With 0 `parts` micro-batches have the rows of the batch alone.
     """
-    is_one = holds(lambda: n == rows)
-    return is_one or (parts > 0 and holds(lambda: n > 0 and n % parts == 0))
+    is_one = _holds(lambda: n == rows)
+    return is_one or (parts > 0 and _holds(lambda: n > 0 and n % parts == 0))
 
 
 def _warn_of_role(call: Call, place: Argument, rows: int) -> None:
@@ -362,7 +357,7 @@ def _warn_of_role(call: Call, place: Argument, rows: int) -> None:
     if len(lengths) != 1 or max(map(jnp.ndim, call.batch)) > 1:
         return
     [length] = lengths
-    if not (length and holds(lambda: length[0] > rows)):
+    if not (length and _holds(lambda: length[0] > rows)):
         return
     split = " and ".join(map(argument, call.roles["batch_argnums"]))
     option = "batch_argnames" if isinstance(place, str) else "batch_argnums"
@@ -372,6 +367,14 @@ def _warn_of_role(call: Call, place: Argument, rows: int) -> None:
         f"leaf. If that is the batch, pass {option}={place!r}; the gradient is right "
         "anyway, but saves nothing."
     )
+
+
+def _holds(test: Callable[[], Any]) -> bool:
+    """The result of a test of dimensions; False if `jax.export` leaves them open."""
+    try:
+        return bool(test())
+    except Exception:  # which JAX does not export
+        return False
 
 
 def _num_splits(call: Call) -> tuple[int, str]:

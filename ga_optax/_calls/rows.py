@@ -21,16 +21,9 @@ from .._devices import collectives, meshes
 from .._devices.collectives import Membership
 from .._loop.loop import Outcome
 from .._loop.micro_step import FOLDS, Fold, Weighting
-from .._partition import held
+from .._partition import held, partitioned
 from .._partition.held import PARTIAL, WHOLE, Axis, Layout, Rows, Uneven, type_here
-from .._partition.partitioned import (
-    Argument,
-    Partitioned,
-    first_meetings,
-    in_any_order,
-    partition,
-    without_meetings,
-)
+from .._partition.partitioned import Argument, Partitioned, in_any_order, partition
 from .._passes import jaxprs
 from .._passes.jaxprs import is_inexact
 from .._passes.shards import Shard, either
@@ -219,10 +212,10 @@ def without_counts(
       fixed: the arguments before them.
     """
     parts, batches = zip(*pairs, strict=True)
-    while any(meetings := [first_meetings(x, AXIS) for x in parts]):
+    while any(meetings := [partitioned.first_meetings(x, AXIS) for x in parts]):
         triples = list(zip(parts, meetings, batches, strict=True))
         values = _counts(triples, fixed)
-        parts = [without_meetings(x, its, values) for x, its, _ in triples]
+        parts = [partitioned.without_meetings(x, its, values) for x, its, _ in triples]
     return [x._replace(meets=False) for x in parts]
 
 
