@@ -463,3 +463,11 @@ def check_dtype(dtype: DTypeLike | None) -> np.dtype | None:
 def is_raw_key(leaf: Any) -> bool:
     """True for a leaf with the type of keys of `jax.random.PRNGKey`."""
     return np.shape(leaf) in ((2,), (4,)) and jnp.result_type(leaf) == jnp.uint32
+
+
+def is_single(tree: Any) -> bool:
+    """True for a sequence of length one, of axes or of arguments."""
+    return isinstance(tree, (tuple, list)) and len(tree) == 1
+
+
+# -- Rows ------------------------------------------------------------------------------

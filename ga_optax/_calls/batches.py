@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .. import _checks
-from .._checks import divisors, is_raw_key, named_leaves, one_of, uneven
+from .._checks import divisors, is_raw_key, is_single, named_leaves, one_of, uneven
 from .._devices import collectives, meshes
 from .._devices.collectives import Membership
 from .._devices.meshes import Axes, By, DataAxis, Placement
@@ -78,7 +78,7 @@ def axes_of(call: Call, hint: bool) -> list[int | None]:
     """The axis of each leaf of the batch, not negative; None for what goes whole."""
     axes, batch = call.options.batch_axes, call.role("batch_argnums")
     axes = tuple(axes) if isinstance(axes, list) else axes
-    if len(batch) == 1 and not (_is_single(axes) and not _is_single(batch[0])):
+    if len(batch) == 1 and not (is_single(axes) and not is_single(batch[0])):
         axes = (axes,)
     try:
         of_leaves = jax.tree.broadcast(axes, batch, is_leaf=lambda x: x is None)
@@ -112,14 +112,6 @@ def axes_of(call: Call, hint: bool) -> list[int | None]:
             )
         leaf_axes[i] = axis % ndim
     return leaf_axes
-
-
-def _is_single(tree: Any) -> bool:
-    """True for a sequence of length one, of axes or of arguments."""
-    return isinstance(tree, (tuple, list)) and len(tree) == 1
-
-
-# -- Rows ------------------------------------------------------------------------------
 
 
 def checked_split(call: Call, hint: bool) -> Call:
