@@ -26,6 +26,13 @@ R = TypeVar("R")
 # -- Keywords --------------------------------------------------------------------------
 
 
+# Options that differ between micro-batches.
+_OF_ACCUMULATE = (
+    *("weight_fn", "aux", "rng_argnums", "rng_argnames", "carry_argnums"),
+    "num_real_microbatches",
+)
+
+
 def explains_keywords(fun: Callable[P, R], name: str = "") -> Callable[P, R]:
     """`fun`, with errors for unknown keywords that list the known, and the nearest.
 
@@ -41,6 +48,7 @@ def explains_keywords(fun: Callable[P, R], name: str = "") -> Callable[P, R]:
             if keyword not in parameters:
                 meant = difflib.get_close_matches(keyword, options, 1)
                 todo = f"Is it {meant[0]}?" if meant else "Leave it out."
+                todo = "accumulate has it." if keyword in _OF_ACCUMULATE else todo
                 raise TypeError(
                     f"The options of {name} must be among {', '.join(options)}, but "
                     f"{keyword} was passed. {todo} The page docs/migrating.md has what "

@@ -25,6 +25,7 @@ SECTIONS = {
         for program in programs(text)
     }
     for text in REST
+    if text.startswith("From ")
 }
 
 
