@@ -33,14 +33,15 @@ _OF_ACCUMULATE = (
 )
 
 
-def explains_keywords(fun: Callable[P, R], name: str = "") -> Callable[P, R]:
+def explains_keywords(fun: Callable[P, R]) -> Callable[P, R]:
     """`fun`, with errors for unknown keywords that list the known, and the nearest.
 
-    And for arrays, which belong to the function that `fun` returns. `name` is the name
-    of `fun` in messages, if it has another.
+    And for arrays, which belong to the function that `fun` returns. A `__new__` has the
+    name of its class in messages.
     """
     parameters = inspect.signature(fun).parameters
-    name, options = name or fun.__name__, list(parameters)[1:]
+    name = fun.__qualname__.removesuffix(".__new__")
+    options = list(parameters)[1:]
 
     @functools.wraps(fun)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

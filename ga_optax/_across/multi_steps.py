@@ -123,7 +123,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
 
     _config: Config
 
-    @functools.partial(explains_keywords, name="MultiSteps")
+    @explains_keywords
     def __new__(
         cls,
         opt: optax.GradientTransformation,
