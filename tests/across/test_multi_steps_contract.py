@@ -158,9 +158,7 @@ QUICK = ("sgd", "adam", "lion", "adafactor", "chain", "schedule_free")
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion", "fast_compilation"),
     pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings(
-        "ignore:An optax.apply_if_finite inside"
-    ),
+    pytest.mark.filterwarnings("ignore:An optax.apply_if_finite inside"),
 ]
 
 

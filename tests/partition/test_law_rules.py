@@ -172,21 +172,9 @@ def arguments():
     return {"w": [w[:D], w[D:]], "s": [jnp.asarray(1.1), jnp.asarray(0.7)]}, x
 
 
-OF_ALL_ROWS = pytest.param(
-    "parameters, an array, row by row",
-    marks=pytest.mark.xfail(
-        strict=True,
-        reason="JAX has what a rule under vmap and jit closes over among its operands, "
-        "and no derivative of that: computed of all rows, with a warning",
-    ),
-)
-
-
 @pytest.mark.grid(8, len(LOSSES))
 @pytest.mark.usefixtures("fast_compilation")
-@pytest.mark.parametrize(
-    "name", [OF_ALL_ROWS if x == OF_ALL_ROWS.values[0] else x for x in LOSSES]
-)
+@pytest.mark.parametrize("name", LOSSES)
 def test_rows_meet_in_a_rule_as_they_do_anywhere(name):
     fun = LOSSES[name]
     with jax.enable_x64(True):
