@@ -477,6 +477,3 @@ def is_raw_key(leaf: Any) -> bool:
 def is_single(tree: Any) -> bool:
     """True for a sequence of length one, of axes or of arguments."""
     return isinstance(tree, (tuple, list)) and len(tree) == 1
-
-
-# -- Rows ------------------------------------------------------------------------------

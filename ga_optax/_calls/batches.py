@@ -114,6 +114,9 @@ def axes_of(call: Call, hint: bool) -> list[int | None]:
     return leaf_axes
 
 
+# -- Rows ------------------------------------------------------------------------------
+
+
 def checked_split(call: Call, hint: bool) -> Call:
     """The call, whose rows the devices and micro-batches divide; or raises."""
     rows, came, todo = counted_rows(call, hint)
