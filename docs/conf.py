@@ -34,7 +34,7 @@ extensions = [
     "lines_of_code",
     "search_sections",
 ]
-exclude_patterns = ["_build", "_ext", "**.ipynb_checkpoints"]
+exclude_patterns = ["_build", "_ext", "functions.md", "**.ipynb_checkpoints"]
 html_theme = "furo"
 html_title = f"{project} {release}"
 html_favicon = "_static/favicon.svg"

@@ -172,24 +172,25 @@ def whole(f):
 
 
 def page():
-    """docs/functions.md."""
+    """docs/functions.md, which docs/rowwise.md includes."""
     every = {name: found for name, f in functions() if (found := whole(f))}
-    rows = {name: found for name, found in every.items() if any(found)}
-    number = len(every) - len(rows)
-    text = f"""# Functions that are computed whole
-
-Of {len(every)} public functions of JAX {jax.__version__} and of `optax.losses`,
-called in several ways with rows on axis 0 and on axis 1,
+    alike = {}  # what is computed whole, by axis: the functions of which it is
+    for name, found in every.items():
+        if any(found):
+            alike.setdefault(tuple(map(tuple, found)), []).append(name)
+    number = len(every) - sum(map(len, alike.values()))
+    text = f"""Of {len(every)} public functions of JAX {jax.__version__} and of
+`optax.losses`, called in several ways with rows on axis 0 and on axis 1,
 {number} are computed from the rows of a micro-batch, and from what these
 must know of the others. The rest are right, too, but some call of theirs is
 computed whole in each micro-batch, in the memory of all rows: what is
-computed so stands beside them. What to do: [Any loss](any_loss.md).
-`PYTHONPATH=tests python -m corpus.functions > docs/functions.md` prints this page, and
-`python tests/printed.py jax.numpy.sort` one row.
+computed so stands beside them.
+`PYTHONPATH=tests python -m corpus.functions > docs/functions.md` prints this table, and
+`python tests/printed.py jax.numpy.sort` the row of one function.
 
-| function | rows on axis 0 | rows on axis 1 |
+| functions | rows on axis 0 | rows on axis 1 |
 | --- | --- | --- |"""
-    return "\n".join([text, *(_cells(*item) for item in rows.items())])
+    return "\n".join([text, *(_cells(names, found) for found, names in alike.items())])
 
 
 def row(name):
@@ -197,12 +198,13 @@ def row(name):
     [f] = [f for other, f in functions() if other == name]
     with jax.enable_x64(True), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _cells(name, whole(f))
+        return _cells([name], whole(f))
 
 
-def _cells(name, by_axis):
-    cells = [", ".join(f"`{x}`" for x in names) for names in by_axis]
-    return f"| `{name}` | {' | '.join(cells)} |"
+def _cells(names, by_axis):
+    """A row of functions, and of what is computed whole of them on either axis."""
+    cells = [", ".join(f"`{x}`" for x in each) for each in (names, *by_axis)]
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

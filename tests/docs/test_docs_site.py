@@ -73,10 +73,10 @@ def test_the_site_builds_without_a_warning_and_every_internal_link_resolves(site
 SECTIONS = {  # which a search leads to first, and its name
     "nan": ("pitfalls", "A NaN that stays"),
     "out of memory": ("pitfalls", "Out of memory"),
-    "batch norm": ("pitfalls", "Batch normalisation"),
+    "batch norm": ("recipes", "Batch normalisation"),
     "resume": ("resume", "A loop of your own"),
     "batch too large": ("pitfalls", "Out of memory"),
-    "dropout": ("pitfalls", "One dropout key for all micro-batches"),
+    "dropout": ("recipes", "Dropout"),
     "mixed precision": ("recipes", "Float16 with loss scaling"),
     "multi gpu": ("devices", "Once a window"),
     "lora": ("recipes", "LoRA"),
