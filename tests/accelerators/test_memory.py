@@ -52,6 +52,22 @@ def test_libtpu_checks_what_plan_counts_and_not_the_sum_of_the_parts():
     assert total + layer + (total - rest) / 26 > limit
 
 
+@pytest.mark.parametrize("target", ["h200", "v6e"])
+def test_a_weighted_mean_takes_no_gradient_of_its_own_before_adam(target):
+    def needs(gradient, **options):
+        args = shapes(4), targets.shapes((8 * ROWS, WIDTH))
+        step = gradient(loss, 8, **options)
+        return targets.temporaries(targets.of_adam(target, step, *args))
+
+    def weights(x):
+        return jnp.sum(x[:, 0] > 0)
+
+    layer, plain = 4 * 2 * 4 * WIDTH**2, needs(ga.value_and_grad)
+    assert needs(mean_of, weight_fn=weights) < plain + layer
+    # The twin: a sum by hand takes the gradient of all four once more.
+    assert needs(mean_of, weight_fn=weights, optimize=False) > plain + 2 * layer
+
+
 def dropped(params, x, key):
     h = jnp.tanh(x @ params["up"][0])
     h = jnp.where(jax.random.bernoulli(key, 0.9, h.shape), h, 0) @ params["down"][0]

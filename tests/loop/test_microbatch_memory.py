@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import mean_of, nbytes, temporaries
+from helpers import nbytes, temporaries
 
 import ga_optax as ga
 from ga_optax._loop.micro_step import HAS_REFS
@@ -66,22 +66,16 @@ def with_adam(gradient, rows):
     return megabytes(step, PARAMS, state, batch(rows), donate=(0, 1))
 
 
-def rows(x):
-    return jnp.sum(x[:, 0, 0] > 0)
-
-
+# Where weights are divided by, XLA:CPU writes the mean beside the sum; the compilers of
+# accelerators do not (`tests/accelerators/test_memory.py`).
 @pytest.mark.grid(1)
-@pytest.mark.parametrize(
-    ("k", "weight_fn"), [(K, None), (K, rows), (6, None), (7, rows)]
-)
-def test_with_adam_a_window_takes_little_more_than_a_single_micro_batch(k, weight_fn):
+@pytest.mark.parametrize("k", [K, 6])
+def test_with_adam_a_window_takes_little_more_than_a_single_micro_batch(k):
     size = BATCH // K
     single = with_adam(jax.value_and_grad(loss), size)
 
     def window(**options):
-        if weight_fn is None:
-            return with_adam(ga.value_and_grad(loss, k, **options), k * size)
-        return with_adam(mean_of(loss, k, weight_fn=weight_fn, **options), k * size)
+        return with_adam(ga.value_and_grad(loss, k, **options), k * size)
 
     assert window() <= 1.10 * single
     # The twin: a sum by hand takes another gradient tree.
