@@ -11,6 +11,7 @@ from corpus.rules import D
 from ga_optax._partition import partitioned as partition_partitioned
 from ga_optax._partition.held import PARTIAL, WHOLE, Axis, Rows
 from ga_optax._partition.partitioned import Argument, partition
+from ga_optax._passes import jaxprs
 from ga_optax._passes.rowwise import READ
 
 N, K = 12, 3
@@ -40,8 +41,19 @@ def of_each(closed, part, h, w, ids):
     """What the program of a micro-batch returns for each."""
 
     def one(h, ids):
-        leaves = *closed.consts, h, w, ids, jax.lax.axis_index("rows")
-        return jax.core.eval_jaxpr(part.jaxpr, part.consts, *leaves)
+        index = jax.lax.axis_index("rows")
+        leaves = *part.consts, *closed.consts, h, w, ids, index
+        known = dict(zip([*jaxpr.constvars, *jaxpr.invars], leaves, strict=True))
+        for e in jaxpr.eqns:
+            ins = [known[x] if jaxprs.is_variable(x) else x.val for x in e.invars]
+            if e.primitive.name == "custom_vjp_call":
+                # What `vmap` does not map has one cotangent, which it sums for all.
+                ins = [jnp.where(index < 0, jnp.zeros_like(x), x) for x in ins]
+            outs = jaxprs.bind(jaxpr, [e], e.invars, e.outvars, ins)
+            known.update(zip(e.outvars, outs, strict=True))
+        return [known[x] if jaxprs.is_variable(x) else x.val for x in jaxpr.outvars]
+
+    jaxpr = part.jaxpr
 
     split = [x.reshape(K, -1, *x.shape[1:]) for x in (h, ids)]
     return jax.vmap(one, axis_name="rows", axis_size=K)(*split)
