@@ -53,6 +53,22 @@ def read(text):
 
 
 FAULTS = """
+@ _across/host.py: test_on_host
+* all arrays of a state are moved in at once
+-         done = out if moved else []
++         done = []
+* arrays meet in a function that is jitted
+-         if jaxprs.kind(equation) != "call":
++         if jaxprs.kind(equation):
+* scalars move, too
+-     return jnp.ndim(x) > 0 and not
++     return not
+* a new state stays on the device
++ def _to_host(...): return given[0]
+@ _across/choices.py: test_on_host
+* states on the host are selected
+-     if run_both and not any(map(is_on_host, jax.tree.leaves(other := leave()))):
++     if run_both and (other := leave(),):
 @ _partition/indexing.py: test_law_mended
 * a cast counts rows whatever it does to numbers
 + def _holds(...): return True

@@ -19,7 +19,7 @@ from jax.extend import core
 from jax.typing import ArrayLike
 
 from .. import accumulator
-from .._checks import named_leaves, on_host
+from .._checks import is_on_host, named_leaves
 from .._devices import collectives, meshes
 from .._devices.meshes import Axes, DeviceContext
 from .._passes import about, jaxprs, table
@@ -177,7 +177,7 @@ def reasons_not_in_place(
 def _why_whole(total: jax.Array, param: jax.Array, variable: Any) -> str:
     """The reason why no slices can be added to an accumulator; empty if they can."""
     dtype = total.dtype
-    if on_host(param):
+    if is_on_host(param):
         return "the parameter lies in the host's memory"
     if jnp.finfo(dtype).bits < jnp.finfo(param.dtype).bits:
         return f"the parameter is {param.dtype}, the accumulator {dtype}"
