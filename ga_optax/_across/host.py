@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend import core
 
 from .._checks import check_structure, is_on_host, named_leaves, nodes_of
 from .._devices.collectives import on_device
@@ -175,7 +174,7 @@ def _in_turn(run: Callable[..., Any], args: list[jax.Array]) -> list[Any]:
         out = jaxprs.bind(jaxpr, group, read, made, values)
         env |= dict(zip(made, out, strict=True))
         done = out if moved else []
-    return [x.val if isinstance(x, core.Literal) else env[x] for x in jaxpr.outvars]
+    return [env[x] if jaxprs.is_variable(x) else x.val for x in jaxpr.outvars]
 
 
 def _inlined(program: jaxprs.Program, args: Sequence[Any]) -> list[Any]:
@@ -184,7 +183,7 @@ def _inlined(program: jaxprs.Program, args: Sequence[Any]) -> list[Any]:
     Some optimizers call one for a whole tree, where arrays would seem to meet.
     """
 
-    def rule(equation: core.JaxprEqn, values: list[Any]) -> list[Any] | None:
+    def rule(equation: Any, values: list[Any]) -> list[Any] | None:
         if jaxprs.kind(equation) != "call":
             return None
         return _inlined(jaxprs.inner(equation)[0], values)
