@@ -92,6 +92,12 @@ FAULTS = """
 * parameters of the host have no stand-in
 -     return equation.primitive.name == primitives.PUT
 +     return False
+@ _compiled/plan.py: test_plan
+* arguments on the host are planned on the device
++     def _in_host_memory(...): return given[1]
+* what aliases on the host counts twice
+-     return int(sum(sizes) - 2 * sizes[-1])
++     return int(sum(sizes))
 @ _devices/collectives.py: test_law
 * gradients stay in the host's memory
 + def on_device(...): return given[0]
