@@ -247,8 +247,8 @@ def _computed(
     Args:
       jaxpr: the program of the micro-batch.
       of_rows: the arguments that have the rows of the micro-batch.
-      of_all: the arguments that have all rows. A sum over rows has none; what is computed
-        of it, such as the way back through what is shared, is computed once.
+      of_all: the arguments that have all rows. A sum over rows has none; what follows
+        from it, such as the way back through what is shared, is computed once.
     """
     gathered = (e for e in jaxpr.eqns if e.primitive.name == "all_gather")
     of_all = [*of_all, *(x for e in gathered for x in e.outvars)]
