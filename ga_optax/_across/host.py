@@ -104,7 +104,7 @@ def on_host(
         places = [i for i, x in enumerate(leaves) if is_on_host(x)]
         trees: list[Any] = []
 
-        def run(*moved: jax.Array) -> list[Any]:
+        def updated(*moved: jax.Array) -> list[Any]:
             here = jaxprs.put(leaves, places, map(on_device, moved))
             old = structure.unflatten(here)
             out, new = inner.update(updates, old, params, **extra_args)
@@ -115,7 +115,7 @@ def on_host(
 
         moved = [leaves[i] for i in places]
         is_traced = any(isinstance(x, jax.core.Tracer) for x in moved)
-        results = _in_turn(run, moved) if is_traced else run(*moved)
+        results = _in_turn(updated, moved) if is_traced else updated(*moved)
         new = jaxprs.put(results, places, [_to_host(results[i]) for i in places])
         out = trees[-1].unflatten(new[len(leaves) :])
         return out, structure.unflatten(new[: len(leaves)])
@@ -151,9 +151,9 @@ def _check(state: Any) -> None:
 # -- One group after another -----------------------------------------------------------
 
 
-def _in_turn(run: Callable[..., Any], args: list[jax.Array]) -> list[Any]:
-    """`run(*args)`. Arguments that do not meet are read in turn."""
-    program = jaxprs.program_of(run, *args)
+def _in_turn(fun: Callable[..., Any], args: list[jax.Array]) -> list[Any]:
+    """`fun(*args)`. Arguments that do not meet are read in turn."""
+    program = jaxprs.program_of(fun, *args)
     program = jaxprs.program_of(lambda *xs: _inlined(program, xs), *args)
     jaxpr = program.jaxpr
     env = dict(zip(jaxpr.constvars, program.consts, strict=True))
