@@ -105,7 +105,7 @@ def on_host(
         trees: list[Any] = []
 
         def updated(*moved: jax.Array) -> list[Any]:
-            here = jaxprs.put(leaves, places, map(on_device, moved))
+            here = jaxprs.put(leaves, places, [*map(on_device, moved)])
             old = structure.unflatten(here)
             out, new = inner.update(updates, old, params, **extra_args)
             names = {"name": "The state that opt.update returns", "expected": "state"}
@@ -155,8 +155,8 @@ def _in_turn(fun: Callable[..., Any], args: list[jax.Array]) -> list[Any]:
     """`fun(*args)`. Arguments that do not meet are read in turn."""
     program = jaxprs.program_of(fun, *args)
     program = jaxprs.program_of(lambda *xs: _inlined(program, xs), *args)
-    jaxpr = program.jaxpr
-    env = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    jaxpr: Any = program.jaxpr
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
     env |= dict(zip(jaxpr.invars, args, strict=True))
     shared, *groups = _groups(jaxpr)
     inside = [x for group in groups for e in group for x in e.invars]

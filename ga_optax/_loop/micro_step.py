@@ -370,7 +370,7 @@ def with_stand_ins(
     """The results of a program, some of whose arguments have stand-ins, by place."""
     if not of:
         return jaxprs.results(program, args)
-    stand_in_of = {program.jaxpr.invars[i]: x for i, x in of.items()}
+    stand_in_of: Any = {program.jaxpr.invars[i]: x for i, x in of.items()}
 
     def rule(equation: core.JaxprEqn, values: list[Any]) -> Sequence[Any] | None:
         pairs = enumerate(equation.invars)
