@@ -8,7 +8,7 @@ In one call, over the whole batch: `value_and_grad` is JAX's, for any loss, in t
 Separate micro-batches, some in a call: `accumulate`.
 Accumulation across calls, in a host loop or inside `optax.chain`:
     `MultiSteps`, `apply_gradients`, `flush`, `has_updated`, `stats`, `from_optax`,
-    `drop_window_if_not_finite`.
+    `drop_window_if_not_finite`. The optimizer's state in the host's memory: `on_host`.
 One merge across devices a window: `data_axis=` in all of these, `merge_across`. The
     collectives of a compiled step: `audit`.
 A tree as blocks, and accumulation one block at a time: `blocks`.
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import accumulator, blocks, config, data
 from ._across.choices import drop_window_if_not_finite
+from ._across.host import on_host
 from ._across.multi_steps import MultiSteps, apply_gradients, flush
 from ._across.state import (
     MultiStepsState,
@@ -81,6 +82,7 @@ __all__ = [
     "has_updated",
     "merge_across",
     "microbatch",
+    "on_host",
     "plan",
     "rowwise",
     "stats",

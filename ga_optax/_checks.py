@@ -371,7 +371,7 @@ def check_numbers(tree: Any, name: str, todo: str) -> None:
             )
 
 
-def on_host(x: Any) -> bool:
+def is_on_host(x: Any) -> bool:
     """True if an array lies in the host's memory, by its type."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
@@ -379,7 +379,7 @@ def on_host(x: Any) -> bool:
 def check_on_device(name: str, tree: Any) -> None:
     """Raises if a leaf lies in the host's memory, where JAX adds nothing up."""
     for leaf, x in named_leaves(tree):
-        if on_host(x):
+        if is_on_host(x):
             raise ValueError(
                 f"{name} must lie in the memory of the device, but {leaf} lies in that "
                 "of the host. Pass jax.device_put(leaf, jax.memory.Space.Device)."

@@ -79,7 +79,7 @@ def init(params: optax.Params, dtype: DTypeLike | None = jnp.float32) -> Accumul
 
     def zeros(p: Any) -> jax.Array:
         where = None
-        if _checks.on_host(p) and not isinstance(p, jax.core.Tracer):
+        if _checks.is_on_host(p) and not isinstance(p, jax.core.Tracer):
             where = p.sharding.with_memory_kind("device")
         return jnp.zeros_like(p, dtype=accumulator_dtype(p, dtype), device=where)
 

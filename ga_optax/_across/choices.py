@@ -12,7 +12,7 @@ import optax
 from jax.typing import ArrayLike
 
 from .. import accumulator
-from .._checks import check_callable
+from .._checks import check_callable, is_on_host
 from ..accumulator import parts
 
 # == Choices ===========================================================================
@@ -26,12 +26,13 @@ def branch(
 ) -> T:
     """Runs `do` if the predicate is true, else `leave`.
 
-    With `run_both` there is no conditional: both run, and one result is selected.
+    With `run_both` there is no conditional: both run, and one result is selected. But
+    results in the host's memory would have to come to the device to be selected.
     """
     if isinstance(predicate, bool):
         return do() if predicate else leave()
-    if run_both:
-        return select(predicate, do(), leave())
+    if run_both and not any(map(is_on_host, jax.tree.leaves(other := leave()))):
+        return select(predicate, do(), other)
     return jax.lax.cond(predicate, _fenced(do), _fenced(leave))
 
 

@@ -247,10 +247,11 @@ def _computed(
     Args:
       jaxpr: the program of the micro-batch.
       of_rows: the arguments that have the rows of the micro-batch.
-      of_all: the arguments that depend on all rows, alike in all micro-batches.
+      of_all: the arguments that have all rows. A sum over rows has none; what follows
+        from it, such as the way back through what is shared, is computed once.
     """
-    meetings = (e for e in jaxpr.eqns if e.primitive.name in MEETINGS)
-    of_all = [*of_all, *(x for e in meetings for x in e.outvars)]
+    gathered = (e for e in jaxpr.eqns if e.primitive.name == "all_gather")
+    of_all = [*of_all, *(x for e in gathered for x in e.outvars)]
     of_all = jaxprs.following(jaxpr, of_all)
     of_rows = jaxprs.following(jaxpr, of_rows, list(MEETINGS))
     total = [0, 0]

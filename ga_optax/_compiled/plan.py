@@ -54,6 +54,8 @@ class Candidate:
       argument: the bytes of the arguments.
       output: the bytes of the results.
       alias: the bytes of results that reuse donated arguments.
+      host: the bytes of the host's memory: arguments, results and temporaries. XLA for
+        CPUs counts them among the others.
       fits: whether `bytes` is at most the limit.
       error: the error, if the step could not be made or compiled.
       seconds: the time to trace and compile.
@@ -66,6 +68,7 @@ class Candidate:
     argument: int = 0
     output: int = 0
     alias: int = 0
+    host: int = 0
     fits: bool = False
     error: str | None = None
     seconds: float = 0.0
@@ -336,7 +339,8 @@ class _Search:
                 )
             kinds = "argument", "output", "alias"
             sizes: Any = {x: getattr(analysis, f"{x}_size_in_bytes") for x in kinds}
-            candidate = Candidate(k, temporaries(analysis), **sizes, notes=tuple(lines))
+            temp, host = temporaries(analysis), host_bytes(analysis)
+            candidate = Candidate(k, temp, **sizes, host=host, notes=tuple(lines))
             fits = (candidate.bytes or 0) <= self._limit
             candidate = dataclasses.replace(candidate, fits=fits)
             size = bytes_in_words(candidate.bytes or 0)
@@ -361,16 +365,24 @@ def temporaries(analysis: Any) -> int:
     return int(total - analysis.argument_size_in_bytes - results)
 
 
+def host_bytes(analysis: Any) -> int:
+    """The bytes of the host's memory that a program needs."""
+    kinds = "argument", "output", "temp", "alias"
+    sizes = [getattr(analysis, f"host_{x}_size_in_bytes", 0) for x in kinds]
+    return int(sum(sizes) - 2 * sizes[-1])
+
+
 # -- Text ------------------------------------------------------------------------------
 
 
 def _page(
     candidates: Sequence[Candidate], untried: Sequence[int], rows: int, verdict: str
 ) -> str:
-    head = "micro-batches", "examples", "temp", "argument", "output", "alias", "needs"
-    table: list[tuple[str, ...]] = [(*head, "")]
+    head = ["micro-batches", "examples", "temp", "argument", "output", "alias", "needs"]
+    has_host = any(c.host for c in candidates)
+    table: list[tuple[str, ...]] = [(*head, *["host"] * has_host, "")]
     for c in candidates:
-        sizes = (c.temp, c.argument, c.output, c.alias, c.bytes)
+        sizes = (c.temp, c.argument, c.output, c.alias, c.bytes, *[c.host] * has_host)
         cells = ("-" if c.error else bytes_in_words(size or 0) for size in sizes)
         failed = c.error and not _is_too_large(c)
         fits = "failed" if failed else "fits" if c.fits else "too large"
@@ -566,10 +578,28 @@ class Target:
         def on_target(x: Any, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             known = _named_sharding(x)
             new = NamedSharding(replicated.mesh, known.spec) if known else replicated
+            if getattr(getattr(x, "sharding", None), "memory_kind", None) == _HOST:
+                new = self._in_host_memory(new)
             return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=new)
 
         with context:
             yield jax.tree.map(on_target, args, jax.eval_shape(lambda *x: x, *args))
+
+    def _in_host_memory(self, sharding: Any) -> NamedSharding:
+        """The sharding, for arguments that lie on the host."""
+        device = self.topology.devices[0]
+        if _HOST not in [memory.kind for memory in device.addressable_memories()]:
+            raise ValueError(
+                "Arguments must lie on the device if the target is a GPU, but one lies "
+                "on the host: without a GPU, JAX knows no memory of its host. Plan on "
+                'the GPU itself, or for a TPU, such as "v5p".'
+            )
+        if not isinstance(sharding, NamedSharding):  # JAX reads the memory of no other
+            sharding = NamedSharding(Mesh([device], ("device",)), PartitionSpec())
+        return sharding.with_memory_kind(_HOST)
+
+
+_HOST = "pinned_host"
 
 
 def _named_sharding(x: Any) -> NamedSharding | None:

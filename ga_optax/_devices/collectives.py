@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from .. import accumulator
-from .._checks import check_type, named_leaves, on_host
+from .._checks import check_type, is_on_host, named_leaves
 from ..accumulator import Accumulator
 from . import meshes
 from .meshes import AnyMesh, Axes, Placement
@@ -217,7 +217,7 @@ def on_device(x: jax.Array) -> jax.Array:
 
     JAX moves the gradient of what was in the host's memory back to there.
     """
-    return jax.device_put(x, jax.memory.Space.Device) if on_host(x) else x
+    return jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
 
 
 def zeros(aval: Any) -> jax.Array:

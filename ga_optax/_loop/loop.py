@@ -208,9 +208,9 @@ def choose_additions(
     """
     additions = []
     for i, (total, why) in enumerate(zip(totals, whys, strict=True)):
-        aval: Any = program.jaxpr.invars[i].aval
+        parameter: Any = program.jaxpr.invars[i].aval
+        aval = returned = parameter.update(memory_space=jax.memory.Space.Device)
         bare = program.arrivals[i] is None
-        returned = aval.update(memory_space=jax.memory.Space.Device)
         # A sum leaves the backward pass in the dtype of its accumulator, if wider.
         wider = jnp.finfo(total.dtype).bits > jnp.finfo(aval.dtype).bits
         if wider and not bare and not program.multiplies:
@@ -497,12 +497,17 @@ class Loop:
         if optimize:
             program = table.run_scope("micro-step", program, Facts())
 
-        def evaluate(*params: jax.Array) -> tuple[jax.Array, list[Any]]:
-            loss, *rest = jaxprs.results(program, [*params, *batch, *keys, *carry])
+        moved = micro_step.moved_in(program.jaxpr, len(params))
+
+        def evaluate(*some: jax.Array) -> tuple[jax.Array, list[Any]]:
+            here = jaxprs.put(some, moved, [params[i] for i in moved])
+            xs, of = [*here, *batch, *keys, *carry], {i: some[i] for i in moved}
+            loss, *rest = micro_step.with_stand_ins(program, xs, of)
             return loss, [jnp.asarray(x) for x in rest]  # an aux may be a plain number
 
         with jax.named_scope("compute"):
-            return jax.vjp(evaluate, *params, has_aux=True)
+            some = jaxprs.put(params, moved, micro_step.blank([*moved.values()]))
+            return jax.vjp(evaluate, *some, has_aux=True)
 
     def vary(self, x: jax.Array, term: Any) -> jax.Array:
         """Marks a sum as varying over devices as `term` does, one of its terms."""

@@ -19,12 +19,12 @@ from jax.extend import core
 from jax.typing import ArrayLike
 
 from .. import accumulator
-from .._checks import named_leaves, on_host
+from .._checks import is_on_host, named_leaves
 from .._devices import collectives, meshes
 from .._devices.meshes import Axes, DeviceContext
 from .._passes import about, jaxprs, table
 from .._passes.about import Facts, Reason
-from .._passes.primitives import ADD_TO, NEW_REF
+from .._passes.primitives import ADD_TO, NEW_REF, PUT
 from .._passes.table import arrival, is_cut, use_of
 
 # == The loss of a micro-batch, its arrays and devices =================================
@@ -161,7 +161,7 @@ def reasons_not_in_place(
         if program.arrivals[i] is None:
             line = use_of(program.jaxpr, variable)
             return Reason("used more than once, or not only in sums over rows", line)
-        why = _why_whole(total, param, variable)
+        why = _why_whole(program.jaxpr, total, param, variable)
         if program.arrivals[i] != "slices":
             why = "no scan runs over the parameter itself: XLA reuses the buffer"
         elif i in scattered and is_cut(program.jaxpr, i, scattered[i]):
@@ -174,11 +174,13 @@ def reasons_not_in_place(
     return list(map(reason, itertools.count(), operands.acc.total, operands.params))
 
 
-def _why_whole(total: jax.Array, param: jax.Array, variable: Any) -> str:
+def _why_whole(
+    jaxpr: core.Jaxpr, total: jax.Array, param: jax.Array, variable: Any
+) -> str:
     """The reason why no slices can be added to an accumulator; empty if they can."""
     dtype = total.dtype
-    if on_host(param):
-        return "the parameter lies in the host's memory"
+    if is_on_host(param) and not table.is_moved_in(jaxpr, variable):
+        return "the parameter lies on the host, and not one move alone reads it"
     if jnp.finfo(dtype).bits < jnp.finfo(param.dtype).bits:
         return f"the parameter is {param.dtype}, the accumulator {dtype}"
     # The mesh of the gradient: a program may be written without a mesh.
@@ -332,6 +334,69 @@ def _traced_once(fun: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any
     return replayed, jax.tree.unflatten(
         structure, [x.aval for x in closed.jaxpr.outvars]
     )
+
+
+# == Parameters in the host's memory ===================================================
+# Their gradients stay on the device.
+#
+# JAX moves the gradient of what was moved in back to the host, and nothing is added up
+# there. So a stand-in on the device is differentiated, a second operand of the move,
+# whose value nothing reads. In a scan over layers it is sliced as the parameter is, and
+# its gradient can be added in place.
+
+
+@jax.custom_jvp
+def _stand_in(x: jax.Array, other: jax.Array) -> jax.Array:
+    """`x`, which has the derivative of `x + other`."""
+    del other
+    return x
+
+
+_stand_in.defjvps(lambda t, *_: t, lambda t, *_: t)
+
+
+def moved_in(jaxpr: core.Jaxpr, number: int) -> dict[int, Any]:
+    """The types of stand-ins, by place among the first `number` arguments."""
+    return {
+        i: x.aval.update(memory_space=jax.memory.Space.Device)
+        for i, x in enumerate(jaxpr.invars[:number])
+        if table.is_moved_in(jaxpr, x)
+    }
+
+
+def with_stand_ins(
+    program: jaxprs.Program, args: Sequence[Any], of: Mapping[int, jax.Array]
+) -> list[Any]:
+    """The results of a program, some of whose arguments have stand-ins, by place."""
+    if not of:
+        return jaxprs.results(program, args)
+    stand_in_of: Any = {program.jaxpr.invars[i]: x for i, x in of.items()}
+
+    def rule(equation: core.JaxprEqn, values: list[Any]) -> Sequence[Any] | None:
+        pairs = enumerate(equation.invars)
+        its = {i: stand_in_of[x] for i, x in pairs if jaxprs.is_among(x, stand_in_of)}
+        if not its:
+            return None
+        if equation.primitive.name == PUT:
+            ins, outs = equation.invars, equation.outvars
+            moved = jaxprs.bind(program.jaxpr, [equation], ins, outs, values)
+            return jaxprs.put(
+                moved, its, [_stand_in(moved[i], x) for i, x in its.items()]
+            )
+        [body] = jaxprs.inner(equation)  # `table.is_moved_in` knows of no other
+
+        def inside(xs: Sequence[Any]) -> list[Any]:
+            num = len(body.jaxpr.invars)
+            return with_stand_ins(body, xs[:num], dict(zip(its, xs[num:], strict=True)))
+
+        xs = [*values, *its.values()]
+        if jaxprs.kind(equation) == "scan":
+            return jaxprs.scan(jaxprs.scan_of(equation), inside, xs)
+        if jaxprs.kind(equation) == "checkpoint":
+            return jaxprs.checkpointed(equation, lambda *xs: inside(xs))(*xs)
+        return inside(xs)
+
+    return jaxprs.evaluate(program, args, rule)
 
 
 # == Sending ===========================================================================

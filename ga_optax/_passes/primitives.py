@@ -350,6 +350,7 @@ PRODUCT, CONVOLUTION = "dot_general", "conv_general_dilated"
 SUM, SUM_OF_TWO, SCATTER = "reduce_sum", "add_any", "scatter-add"
 CONSTRAINT = "sharding_constraint"
 ADD_TO, WRITE, READ_OUT, NEW_REF = "addupdate", "swap", "freeze", "new_ref"
+PUT = "device_put"
 # Primitives of ours: `rowwise`, a window, gathered parts, and a call inside a loss.
 ROWWISE, WINDOW, GATHER_PARTS = "rowwise", "ga_optax_window", "ga_optax_gather"
 GRADIENTS = "ga_optax_value_and_grad"

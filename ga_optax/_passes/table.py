@@ -77,9 +77,10 @@ def arrival(jaxpr: core.Jaxpr, variable: Any, piece: str = "whole") -> str | Non
         return piece if piece != "slices" or _more(terms, FEW - 1) else "whole"
     if name == "gather" and i == 0 and piece == "whole":
         return "scatter"
-    if (row.moves and name != "squeeze") or name == primitives.CAST:
+    is_put = name == primitives.PUT  # one equation for a whole tree
+    if (row.moves and name != "squeeze") or name == primitives.CAST or is_put:
         # The gradient comes back through these as it is.
-        form = arrival(jaxpr, out, piece)
+        form = arrival(jaxpr, equation.outvars[i] if is_put else out, piece)
         return "whole" if form == "slices" and piece == "whole" else form
     return None
 
@@ -95,6 +96,18 @@ def _inside(equation: core.JaxprEqn, i: int, piece: str) -> str | None:
     form = arrival(inner, inner.invars[i], piece)
     is_whole = jaxprs.kind(equation) == "checkpoint" and piece != "slices"
     return "whole" if form == "slices" and is_whole else form
+
+
+def is_moved_in(jaxpr: core.Jaxpr, variable: Any) -> bool:
+    """True if an array of the host is read once, by a move, perhaps slice by slice."""
+    use = jaxprs.only_use(jaxpr, variable)
+    if use is None or variable.aval.memory_space != jax.memory.Space.Host:
+        return False
+    equation, i = use
+    if jaxprs.is_inline(equation) or jaxprs.is_sliced(equation, i):
+        [inner] = jaxprs.inner_programs(equation)
+        return is_moved_in(inner, inner.invars[i])
+    return equation.primitive.name == primitives.PUT
 
 
 def _num_terms(equation: core.JaxprEqn, i: int) -> int:

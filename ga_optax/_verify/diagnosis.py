@@ -228,7 +228,8 @@ def verify(
         length than most of the bytes) go whole; `ga_optax.accumulate` has to be told,
         with None in its `batch_axes`. Micro-batch i is the rows from `i·B/k` up to
         `(i + 1)·B/k`, on a mesh, too. Leaves may be PRNG keys, one for each row.
-      num_microbatches: k; it must divide the number of rows.
+      num_microbatches: k; it must divide the number of rows, for micro-batches have one
+        size here.
       weight_fn: a function of one micro-batch (a tree like `batch`) that returns its
         weight, and takes the aux, too, if `has_aux`; pass the one that you train with.
       has_aux: True if `fun` returns a pair.
@@ -291,7 +292,15 @@ def _axes(options: Options, batch: Any) -> list[int | None]:
     """The axis along which each leaf is split; None for a leaf without the rows."""
     call = Call(options, (None, batch), {}, {"batch_argnums": (1,)})
     call = call._replace(batch_axes=batches.axes_of(call, hint=True))
-    rows, _, _ = batches.counted_rows(call, hint=True)
+    rows, came, _ = batches.counted_rows(call, hint=True)
+    k, choices = options.num_microbatches, _checks.divisors(rows)
+    if k not in choices:
+        raise ValueError(
+            f"num_microbatches={k} must divide the batch axis, but {came}. verify asks "
+            "about micro-batches of one size, each by itself, as accumulate and "
+            f"MultiSteps add them up: use {_checks.one_of(choices)}. value_and_grad "
+            "and microbatch take any number of rows, and give the undivided gradient."
+        )
     return [
         None if axis is None or x.shape[axis] != rows else axis
         for x, axis in zip(jax.tree.leaves(batch), call.batch_axes, strict=True)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from .._checks import on_host
+from .._checks import is_on_host
 from .._devices import collectives, meshes
 from .._devices.collectives import vary, zeros
 from .._loop import micro_step
@@ -201,7 +201,7 @@ class Evaluation:
 
 def _has_numbers(x: jax.Array) -> bool:
     """True if one number of an array can be read, without communication."""
-    is_here = not on_host(x) and not any(meshes.spec_of_type(x))
+    is_here = not is_on_host(x) and not any(meshes.spec_of_type(x))
     return bool(is_inexact(x) and x.size and is_here)
 
 

@@ -265,9 +265,9 @@ def case(name, dtype):
         yield make_case(name, dtype)
 
 
-def two_windows(case, k):
+def two_windows(case, k, around=lambda opt: opt):
     """The updates of two windows of k micro-steps under `scan`, and the state."""
-    tx, grads = ga.MultiSteps(case.opt, k), [*case.grads, case.mean][-k:]
+    tx, grads = ga.MultiSteps(around(case.opt), k), [*case.grads, case.mean][-k:]
     stacked = jax.tree.map(lambda *g: jnp.stack(g * 2), *grads)
 
     def micro_step(carry, g):
@@ -283,8 +283,8 @@ def two_windows(case, k):
     return updates, state
 
 
-def check_two_windows(case, k):
-    updates, state = two_windows(case, k)
+def check_two_windows(case, k, **options):
+    updates, state = two_windows(case, k, **options)
     assert int(state.gradient_step) == 2
     assert dtypes_of(state.inner_opt_state) == case.state_dtypes
     for i in range(2 * k):
@@ -303,6 +303,11 @@ def test_under_jit_and_scan_it_gives_what_the_bare_optimizer_gives(case):
 @table("float32")
 def test_a_window_of_one_micro_step_is_the_bare_optimizer(case):
     check_two_windows(case, 1)
+
+
+@table("float32")
+def test_with_its_state_on_the_host_it_is_the_bare_optimizer(case):
+    check_two_windows(case, 3, around=ga.on_host)
 
 
 @pytest.mark.parametrize("name", LEFT_OUT)

@@ -30,6 +30,9 @@ from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
 from ga_optax._calls import rows as calls_rows
+from ga_optax._loop.micro_step import HAS_REFS
+from ga_optax._passes import jaxprs
+from ga_optax._passes.primitives import NEW_REF, PUT
 
 pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
 EPS, EPS32 = np.finfo(np.float64).eps, np.finfo(np.float32).eps
@@ -340,6 +343,48 @@ def test_parameters_may_lie_in_the_memory_of_the_host(fun, way):
     assert grads.sharding.memory_kind == kind
     want = jax.value_and_grad(lambda w, x: fun(w, x, lambda w: w))(MATRICES, INPUTS)
     assert_close((value, jax.device_get(grads)), jax.device_get(want), 16, EPS32)
+
+
+def two_matrices(w, x, move=to_device):
+    """One move for a tree, behind `jax.checkpoint` in a scan."""
+
+    @jax.checkpoint
+    def layer(h, pair):
+        up, down = move(pair)
+        return h + jnp.tanh(h @ up) @ down, None
+
+    return jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2)
+
+
+@pytest.mark.cpu
+@pytest.mark.quick
+@pytest.mark.skipif(not HAS_REFS, reason="nothing is added in place")
+@pytest.mark.parametrize("fun", [by_layer, two_matrices])
+def test_their_gradients_are_added_in_place_on_the_device(fun):
+    w = in_host_memory()
+    w, plain = (w, MATRICES) if fun is by_layer else ((w, w), (MATRICES, MATRICES))
+    step = ga.value_and_grad(fun, 4)
+    jaxpr = jax.make_jaxpr(step)(w, INPUTS)
+    moves = [e for e in jaxprs.equations(jaxpr.jaxpr) if e.primitive.name == PUT]
+    assert {x for e in moves for x in e.params["devices"]} == {jax.memory.Space.Device}
+    refs = [e for e in jaxprs.equations(jaxpr.jaxpr) if e.primitive.name == NEW_REF]
+    assert len(refs) == len(jax.tree.leaves(w))
+    want = jax.value_and_grad(lambda w, x: fun(w, x, lambda w: w))(plain, INPUTS)
+    got = jax.jit(step)(w, INPUTS)
+    assert_close(jax.device_get(got), jax.device_get(want), 16, EPS32)
+
+
+@pytest.mark.cpu
+def test_gradients_of_their_gradients_are_right():
+    def norm(grad, w):
+        value, grads = grad(w, INPUTS)
+        return value + jnp.sum(jnp.sin(grads))
+
+    ours = ga.value_and_grad(by_layer, 4)
+    plain = jax.value_and_grad(lambda w, x: by_layer(w, x, lambda w: w))
+    got = jax.jit(jax.grad(lambda w: norm(ours, w)))(in_host_memory())
+    want = jax.grad(lambda w: norm(plain, w))(MATRICES)
+    assert_close(jax.device_get(got), jax.device_get(want), 64, EPS32)
 
 
 @pytest.mark.cpu

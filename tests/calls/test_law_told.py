@@ -207,6 +207,24 @@ def test_more_of_all_rows_than_of_its_own_is_said_once_with_its_line(
         assert not told()
 
 
+def shares_much(w, x):
+    """What all rows share takes more than the rows."""
+    shared = w
+    for _ in range(8):
+        shared = jnp.tanh(shared @ w)
+    return jnp.mean(jnp.tanh(x @ shared) ** 2)
+
+
+@pytest.mark.quick
+def test_the_way_back_through_what_is_shared_is_not_of_all_rows(monkeypatch):
+    monkeypatch.setattr(undivided, "_warned", set())
+    once = jax.grad(ga.microbatch(shares_much, 4))
+    twice = jax.grad(lambda w, x: jnp.sum(jnp.sin(once(w, x))))
+    for gradient in (once, twice):
+        args = jnp.ones((64, 64)), jnp.ones((16, 64))
+        assert warned(lambda: jax.jit(gradient).lower(*args)) == []  # noqa: B023
+
+
 def test_its_bytes_are_those_of_the_programs(monkeypatch):
     def ordered(w, x):
         return jnp.sum(jnp.sort(x * w, 0))

@@ -298,7 +298,7 @@ def mapped(make, sync="last", **where):
 
 
 VERIFY = """
-verify(k=3) -> V must divide the batch axis
+verify(k=3) -> V must divide the batch axis | one size | use 1, 2, 4 or 8. | any number
 verify(params={}) -> V params must | this dict has no array
 verify(params={"n": jnp.arange(3)}) -> T leaf ['n'] of params
 verify(batch=()) -> V batch must hold at least one array

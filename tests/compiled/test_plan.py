@@ -82,6 +82,19 @@ def test_a_plan_is_a_table():
     assert "Not compiled, as the search did not need them: 8, 32, 64." in page
 
 
+@pytest.mark.quick
+def test_the_host_has_a_column_if_a_program_uses_its_memory():
+    memory = memory_of(400)
+    for name, n in {"argument": 50, "output": 30, "temp": 7, "alias": 20}.items():
+        setattr(memory, f"host_{name}_size_in_bytes", n)
+    options = {"batch_size": 8, "candidates": [2], "memory_limit": 2000}
+    found = ga.plan(lambda k: step_of(memory), **options)
+    assert (found.candidates[0].host, found.bytes) == (67, 470)  # 50 + 30 + 7 - 20
+    head, row = map(str.split, str(found).splitlines()[:2])
+    assert (head[-2:], row[-5:]) == (["needs", "host"], ["470", "B", "67", "B", "fits"])
+    assert "host" not in str(plan_of(2000))
+
+
 @pytest.mark.parametrize("limit", range(170, 6600, 422))
 @pytest.mark.parametrize("size", [64, 72])
 def test_the_search_finds_the_fewest_that_fit(limit, size):
@@ -285,6 +298,29 @@ def test_arguments_keep_their_specs_over_the_devices_of_the_target(machine):
     # The twin: on one device all rows are there.
     [one] = planned("v5e", candidates=[2]).candidates
     assert one.argument == (16 * 16 + 64 * 16) * 4
+
+
+@pytest.mark.cpu
+@pytest.mark.quick
+@pytest.mark.parametrize("sharded", [True, False])
+def test_arguments_on_the_host_stay_there_or_it_is_an_error(machine, sharded):
+    mesh = AbstractMesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    there = NamedSharding(mesh, P("data"), memory_kind="pinned_host")
+    alone = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    if not sharded:
+        there = alone.with_memory_kind("pinned_host")
+    x, seen = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=there), []
+
+    def make(k):
+        return jax.jit(lambda x: seen.append(jax.typeof(x)) or x)
+
+    options = {"batch_size": 8, "candidates": [1]}
+    ga.plan(make, x, target="v5e", **options)
+    assert [x.memory_space for x in seen] == [jax.memory.Space.Host]
+    without = types.SimpleNamespace(addressable_memories=list)
+    target = compiled_plan.Target(types.SimpleNamespace(devices=[without]), 0)
+    with pytest.raises(ValueError, match="if the target is a GPU, but one lies on the"):
+        target._in_host_memory(alone)
 
 
 ERRORS = """
