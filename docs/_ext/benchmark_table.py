@@ -78,6 +78,7 @@ class Benchmark(Directive):
         node = nodes.container()
         text = StringList(lines, source=str(path))
         self.state.nested_parse(text, self.content_offset, node)
+        node.children[0]["classes"].append("provenance")  # search_scorer.js reads it
         return node.children
 
 

@@ -83,6 +83,15 @@ SECTIONS = {  # which a search leads to first, and its name
     "fp8": ("recipes", "fp8 with delayed scales"),
     "gradient_accumulation_steps": ("huggingface", "The Trainer"),
     "chunked cross entropy": ("head", "The head"),
+    "grpo": ("recipes", "GRPO with packed rows"),
+    "hsdp": ("devices", "Replicas of shards (HSDP)"),
+    "last batch": ("guide", "The last, short batch of an epoch"),
+    "sam": ("recipes", "SAM"),
+    "vendoring": ("maintainers", "How to pin it, and how to vendor it"),
+    "debug nans": ("maintainers", "Debug NaNs"),
+    "diffrax": ("equinox_haiku", "Loops of Equinox and Diffrax"),
+    "numpyro": ("recipes", "NumPyro: SVI with plates"),
+    "retrieval": ("recipes", "Retrieval with large tables"),
 }
 
 
@@ -97,7 +106,9 @@ def test_the_search_leads_to_the_section_first(words, site):
     assert [number, place] in index["alltitles"][section]
     text = (site / f"{page}.html").read_text("utf-8")
     assert f'<section id="{place}"' in text
-    assert "result[1] =" in (site / "_static/language_data.js").read_text("utf-8")
+    script = (site / "_static/language_data.js").read_text("utf-8")
+    assert "result[1] =" in script
+    assert "Search.htmlToText =" in script  # summaries of words, not of numbers
 
 
 def test_every_public_name_is_in_the_reference(site):

@@ -13,7 +13,8 @@ import ga_optax
 DOCS = ROOT / "docs"
 # What no test environment has, so a program of it is shown and not run.
 ELSEWHERE_FRAMEWORKS = re.compile(
-    r"^(?:from|import) (?:torch|lightning|keras|maxtext|transformers|accelerate)\b",
+    r"^(?:from|import) (?:torch|lightning|keras|maxtext|transformers|accelerate"
+    r"|diffrax|numpyro)\b",
     re.M,
 )
 
