@@ -175,7 +175,7 @@ def sum_of_shifted(w: Writer, e: core.JaxprEqn, v: Value) -> Any:
     late = jnp.where(is_none, most, own).astype(part.dtype)
     for shift in found.shifts:
         once = w.whole(shift)
-        for d in gone:
+        for d in gone if once.shape else ():
             once = jax.lax.slice_in_dim(once, 0, 1, axis=d)
         late = late - once.astype(part.dtype)
     # Where all are -inf, a term is exp(-inf - g): 0, or NaN if g is -inf as well. But
@@ -292,10 +292,10 @@ def work_of_loops(jaxpr: core.Jaxpr, axis: Axis) -> float:
 
 def _is_less(e: core.JaxprEqn) -> bool:
     """True if the results have half the numbers of an operand, or fewer."""
-    ins, outs = (
-        [jaxprs.numbers(x.aval.shape) for x in xs] for xs in (e.invars, e.outvars)
-    )
-    return 2 * sum(outs) <= max(ins, default=0)
+    ins: list[Any] = [x.aval for x in e.invars]
+    results = sum(jaxprs.numbers(getattr(x.aval, "shape", ())) for x in e.outvars)
+    largest = max((jaxprs.numbers(getattr(x, "shape", ())) for x in ins), default=0)
+    return 2 * results <= largest
 
 
 # == Sums that wait ====================================================================

@@ -53,12 +53,14 @@ def _of_operands(w: Writer, e: core.JaxprEqn, v: Value, indices: Value) -> Resul
         return None
     xs, layouts = [], set()
     for u in us:
-        if u.shape:
-            picked = gather(w, e, [_as_rows(w, u, v), indices])
-            if picked is None:
-                return None
-            layouts.add(picked[0][1])
-        xs.append(picked[0][0] if u.shape else u.x)
+        if not u.shape:
+            xs.append(u.x)
+            continue
+        picked = gather(w, e, [_as_rows(w, u, v), indices])
+        if picked is None:
+            return None
+        xs.append(picked[0][0])
+        layouts.add(picked[0][1])
     if len(layouts) > 1 or PARTIAL in layouts:
         return None
     return [(x, layout) for x in w.results(f, xs) for layout in layouts]

@@ -638,9 +638,9 @@ def _late_shift(v: Value) -> tuple[Value, Value] | None:
 
 def _is_maximum(v: Value) -> bool:
     """True for a maximum, which may be another number if it is not finite."""
-    v = unmoved(v)[0]
-    name = v.made[0].primitive.name if v.made else ""
-    found = name in ("max", "select_n") and any(map(_is_maximum, v.made[1]))
+    e, vs, _ = unmoved(v)[0].made or (None, [], 0)
+    name = e.primitive.name if e is not None else ""
+    found = name in ("max", "select_n") and any(map(_is_maximum, vs))
     return found or name == "reduce_max"
 
 

@@ -12,10 +12,7 @@ from helpers import apart, error, mesh_of, of_benchmarks, off
 
 import ga_optax as ga
 
-pytestmark = [
-    pytest.mark.usefixtures("optax_promotion"),
-    pytest.mark.filterwarnings("ignore:.*computed whole"),
-]
+pytestmark = pytest.mark.usefixtures("optax_promotion")
 [compare] = of_benchmarks("compare")
 N, D, C = 8, 3, 5
 # Sums of at most 64 terms, of which each has an exponent of 1,000 at most: 64 · 1,000
@@ -76,6 +73,12 @@ def picked(x, axis, r, mask):
     return jnp.take_along_axis(jax.nn.softmax(x, axis), ids, 1)[:, 0]
 
 
+def one_column(x, axis, r, mask):
+    """Its shift is a number without axes."""
+    x, r = (a[:, 0] if axis == 0 else a[0] for a in (x, r))
+    return (jax.nn.logsumexp(x) + (jnp.exp(x - x.max()) * r).sum()).reshape(1)
+
+
 def probabilities(x, axis, r, mask):
     return jax.nn.logsumexp(3 * jnp.exp(jax.nn.log_softmax(x, axis)), axis)
 
@@ -102,7 +105,7 @@ FORMS = {
         mask, jax.nn.log_softmax(x, axis), 0
     ).sum(axis),
     **{f.__name__: f for f in (by_hand, masked, guarded, unmasked, weighted, of_all)},
-    **{f.__name__: f for f in (less, diagonal, picked, probabilities)},
+    **{f.__name__: f for f in (less, diagonal, picked, one_column, probabilities)},
 }
 
 
@@ -167,6 +170,34 @@ def test_a_random_softmax_over_rows_is_that_of_the_undivided_batch(seed):
     """Infinities and NaN stand where JAX has them."""
     loss, *args = program(seed)
     assert error(loss, (2, 4, 8)[seed % 3], *args) < BOUND
+
+
+OF_INFINITIES = (
+    "logsumexp",
+    "softmax",
+    "where",
+    "masked",
+    "guarded",
+    "log_softmax, where",
+)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("form", OF_INFINITIES)
+def test_a_column_without_finite_numbers_is_what_jax_makes_of_it(form, float64):
+    """0 or NaN, in one column: a mask takes all of another out."""
+    rng = np.random.default_rng(1)
+    mask, r = rng.random((N, C)) < 0.6, jnp.asarray(rng.normal(size=(N, C)))
+    mask[:, 2], far = False, np.where(np.arange(C) == 1, -np.inf, 0)
+
+    def loss(w, x):
+        each = FORMS[form](x * w + far, 0, r, mask)
+        return jnp.where(jnp.isfinite(each), each, 0.5).sum(), each
+
+    ours = jax.jit(ga.value_and_grad(loss, 4, has_aux=True))
+    args = jnp.ones(C), jnp.asarray(rng.normal(size=(N, C)))
+    with jax.numpy_rank_promotion("allow"):
+        assert off(ours(*args), jax.value_and_grad(loss, has_aux=True)(*args)) < BOUND
 
 
 # -- Contrastive losses ----------------------------------------------------------------
@@ -259,6 +290,12 @@ def test_what_is_kept_of_pairs_are_a_few_vectors(loss):
 def test_pairs_in_float32_are_those_of_the_undivided_batch(loss):
     # Exponents up to 20, and sums of 64 numbers and 64 rows.
     assert error(loss, 8, *views()) < 1e-4
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("loss", [infonce, of_logs])
+def test_a_micro_batch_may_have_one_row(loss, float64):
+    assert error(loss, 8, *views(8, 4, jnp.float64)) < BOUND
 
 
 @pytest.mark.quick
