@@ -141,7 +141,7 @@ FAULTS = """
 - is_own &= all(kept[d] == place for d, place in axes.items())
 + is_own &= len(axes) <= len(kept)
 * an extremum that no row attains in a later level
-- later = not any(v.params for v in vs) and any(map(_is_of_rows, vs))
+- later = not any(v.params for v in vs) and any(map(is_of_rows, vs))
 + later = False
 @ _partition/factors.py: test_derivatives
 * an extremum that no row attains where it rounds otherwise
@@ -158,6 +158,26 @@ FAULTS = """
 + def is_scaled(...): return False
 * a cast makes no other number
 - if not casts or number is None or not np.isfinite(number):
++ if True:
+@ _partition/factors.py: test_shifted
+* a sum shifted by a micro-batch's own maximum is not scaled
+-     part *= jnp.squeeze(jnp.exp(late), gone)
++     part *= jnp.ones_like(part)
+* what a mask takes out of all rows is NaN
+- is_out = ~kept.any(gone, keepdims=True)
++ is_out = jnp.zeros_like(late, bool)
+* an infinite maximum is a shift
+- own = jnp.where(jnp.isfinite(most), most, jnp.zeros_like(most))
++ own = most
+@ _partition/indexing.py: test_shifted
+* what is picked is shifted first
++ def _of_operands(...): return None
+* what is broadcast is known by its shape in a micro-batch
+- if u.shape == like.shape:
++ if u.shape == held.local_shape(like.shape, like.layout, w.axis.parts):
+@ _partition/partitioned.py: test_shifted
+* functions of pairs are always split along columns
+- if not best.turns:
 + if True:
 @ _partition/partitioned.py: test_law_mended
 * a loss without an aux is the sum of its parts, whatever they are

@@ -8,7 +8,7 @@ A rule takes a writer, an equation and values, and returns values.
 
 import dataclasses
 import functools
-import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -21,8 +21,8 @@ from .._passes import jaxprs, primitives
 from .._passes.jaxprs import is_inexact
 from .._passes.primitives import CAST, Axes, Factor
 from . import held
-from .held import PARTIAL, WHOLE, Layout, Parts, Result, Results, Rows, Value
-from .writer import Rule, Writer, unmoved
+from .held import PARTIAL, WHOLE, Axis, Layout, Result, Results, Rows, Value
+from .writer import Rule, Writer, is_of_rows, shifted, unmoved
 
 # == Rules by factors ==================================================================
 # Rules that follow from a row of the table of primitives.
@@ -128,6 +128,68 @@ def along_factor(
     return w.results(e, xs, **{key: tuple(shape)})
 
 
+# == Sums of shifted values ============================================================
+# Sums over rows of values whose shift is known later, as in a softmax over rows.
+#
+#     Σ exp(a - g)  =  Σₖ exp(hₖ - g) · Σ exp(a - hₖ)       hₖ = max a of micro-batch k
+#     Σ c · (a - g)  =  Σₖ Σ c · (a - hₖ) + (hₖ - g) · Σ c
+#
+# The shift g is the maximum of all rows. Each micro-batch shifts by its own maximum, in
+# the pass that finds g, and keeps the sum and the maximum of each column. So no pass
+# computes rows once more for the sum. Flash attention does so with blocks of keys (Dao,
+# Fu, Ermon, Rudra, Ré, 2022), Inf-CL with rows of a contrastive loss (Cheng et al.,
+# 2024).
+#
+# Both hold for any h, which is constant. They lose no digits, for exp(x) has an error
+# of about |x| ULPs, and |a - hₖ| + |hₖ - g| = |a - g|.
+
+
+def sum_of_shifted(w: Writer, e: core.JaxprEqn, v: Value) -> Any:
+    """The part of a micro-batch in such a sum; None if it is another sum."""
+    rows, axes = v.rows, e.params["axes"]
+    found = shifted(v) if v.dim in axes else None
+    if found is None:
+        return None
+    gone = tuple(d for d in axes if d not in found.varies)
+    rest = tuple(d - sum(x < d for x in gone) for d in axes if d not in gone)
+    whole = x = w.part(found.of, rows)
+    kept = None
+    for mask, side in found.masks:
+        keeps = w.part(mask, rows) == (side == 2)
+        x = jnp.where(keeps, x, jnp.full_like(x, -jnp.inf))
+        kept = keeps if kept is None else kept & keeps
+    most = jax.lax.stop_gradient(jnp.max(x, gone, keepdims=True))
+    own = jnp.where(jnp.isfinite(most), most, jnp.zeros_like(most))
+    terms = (whole if found.exp is None else x) - own
+
+    def total(terms: Any) -> Any:
+        """The sum of the terms after all steps."""
+        for step, vs, i in found.steps:
+            given = jaxprs.put(vs, [i], [vs[i].with_layout(terms, rows)])
+            way = next(way for way in ways_to_split(step) if way.outs == (rows.dim,))
+            [terms] = along_factor(w, step, given, rows, way)
+        return w.run(e, [terms], axes=gone)
+
+    part = total(terms if found.exp is None else w.run(found.exp, [terms]))
+    is_none = (most == -jnp.inf) & (found.exp is not None)
+    late = jnp.where(is_none, most, own).astype(part.dtype)
+    for shift in found.shifts:
+        once = w.whole(shift)
+        for d in gone if once.shape else ():
+            once = jax.lax.slice_in_dim(once, 0, 1, axis=d)
+        late = late - once.astype(part.dtype)
+    # Where all are -inf, a term is exp(-inf - g): 0, or NaN if g is -inf as well. But
+    # what a mask takes out is 0.
+    if kept is not None:
+        is_out = ~kept.any(gone, keepdims=True)
+        late = jnp.where(is_out, jnp.zeros_like(late), late)
+    if found.exp is None:
+        part += total(jnp.ones_like(terms)) * jnp.squeeze(late, gone)
+        return w.run(e, [part], axes=rest) if rest else part
+    part *= jnp.squeeze(jnp.exp(late), gone)
+    return w.run(e, [part], axes=rest) if rest else part
+
+
 # == Columns ===========================================================================
 # Functions of pairs of rows, such as products of rows with rows, split along columns.
 #
@@ -148,7 +210,7 @@ def pairs_by_columns(w: Writer, v: Value, gone: tuple[int, ...]) -> Value | None
     It is None unless it is computed of such rows that are here already, and of others
     that have fewer numbers than it has itself. The reduction takes the axes `gone`.
     """
-    if w.scope.forbids_collectives or not v.params:
+    if w.scope.forbids_collectives or not v.params or not w.axis.turns:
         return None
     for rows in map(Rows, range(len(v.shape))):
         fits = rows.dim not in gone and held.can_split(v.shape, rows, w.axis.parts)
@@ -159,6 +221,7 @@ def pairs_by_columns(w: Writer, v: Value, gone: tuple[int, ...]) -> Value | None
                     here, (e, vs, way) = w.at(level=0), step
                     u.copies[its] = *along_factor(here, e, vs, its, way), here.level
             x, level = v.copies[rows]
+            w.records.turns = True
             return dataclasses.replace(v.with_layout(x, rows), level=level)
     return None
 
@@ -202,6 +265,39 @@ def _is_here(v: Value, rows: Rows) -> bool:
     return not v.is_whole and rows in (v.layout, *v.copies)
 
 
+def work_of_loops(jaxpr: core.Jaxpr, axis: Axis) -> float:
+    """About the operations of a micro-batch in all loops, there and back.
+
+    Each loop computes what it reads, but for sums and other values that are smaller
+    than what they are computed of: these are kept for later loops.
+    """
+    meets = [axis.meets(e) for e in jaxpr.eqns]
+    level: dict[Any, int] = {}
+    for e, its in zip(jaxpr.eqns, meets, strict=True):
+        reads = (level.get(x, 0) for x in jaxprs.variables(e.invars))
+        level |= dict.fromkeys(e.outvars, max(reads, default=0) + its)
+    end = max(level.values(), default=0)
+    loops = dict.fromkeys(jaxprs.variables(jaxpr.outvars), 1 << end)
+    total = 0.0
+    for e, its in zip(jaxpr.eqns[::-1], meets[::-1], strict=True):
+        runs = functools.reduce(operator.or_, (loops.get(x, 0) for x in e.outvars), 0)
+        if runs and (its or _is_less(e)):
+            runs = 1 << level[e.outvars[0]] - its
+        again = _THERE_AND_BACK * runs.bit_count() + (runs not in (0, 1 << end))
+        total += jaxprs.work(e) * again
+        for x in jaxprs.variables(e.invars):
+            loops[x] = loops.get(x, 0) | runs
+    return total
+
+
+def _is_less(e: core.JaxprEqn) -> bool:
+    """True if the results have half the numbers of an operand, or fewer."""
+    ins: list[Any] = [x.aval for x in e.invars]
+    results = sum(jaxprs.numbers(getattr(x.aval, "shape", ())) for x in e.outvars)
+    largest = max((jaxprs.numbers(getattr(x, "shape", ())) for x in ins), default=0)
+    return 2 * results <= largest
+
+
 # == Sums that wait ====================================================================
 # Equations that are linear in partial operands: the sum over micro-batches waits.
 #
@@ -243,6 +339,10 @@ def linear(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:
     if any(v.is_wide for v in vs):
         xs = _alike(xs)
     return [(x, PARTIAL) for x in w.results(e, xs)]
+
+
+def barrier(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+    return list(zip(w.run(e, [v.x for v in vs]), (v.layout for v in vs), strict=True))
 
 
 def slots(e: core.JaxprEqn, partial: Sequence[int]) -> Sequence[int] | None:
@@ -320,65 +420,6 @@ def _alike(xs: Sequence[Any]) -> list[Any]:
     return [jnp.asarray(x, widest) if is_inexact(x) else x for x in xs]
 
 
-# == Shapes ============================================================================
-
-
-def barrier(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    return list(zip(w.run(e, [v.x for v in vs]), (v.layout for v in vs), strict=True))
-
-
-def reshape(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    v = vs[0]
-    shape = held.types_of(e)[0].shape
-    rows = reshaped(v.shape, shape, v.rows, w.axis.parts)
-    if rows is None:
-        return None
-    return [(v.x.reshape(held.local_shape(shape, rows, w.axis.parts)), rows)]
-
-
-def reshaped(
-    old: tuple[int, ...], new: tuple[int, ...], rows: Rows, parts: Parts
-) -> Rows | None:
-    """The rows after a reshape: `[before, k, rest]` of the same numbers."""
-    before = math.prod(old[: rows.dim]) * rows.segments
-    outer, found = 1, None
-    for d, size in enumerate(new):
-        if outer > before or not size:
-            break
-        if before % outer == 0 and size % (before // outer * held.unit(parts)) == 0:
-            found = Rows(d, before // outer)  # of one part several fit: the last
-        outer *= size
-    return found
-
-
-def reshape_wanted(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
-    v, shape, parts = vs[0], held.types_of(e)[0].shape, w.axis.parts
-    before = reshaped(shape, v.shape, rows, parts)
-    if before is None or reshaped(v.shape, shape, before, parts) != rows:
-        return None
-    return w.part(v, before).reshape(held.local_shape(shape, rows, parts))
-
-
-def tile(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    [v] = vs
-    times = e.params["reps"][v.dim]
-    rows = v.rows._replace(segments=v.rows.segments * times)
-    return [(w.run(e, [v.x]), rows)]
-
-
-def dynamic_slice(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    """One row, of which the others have zeros."""
-    v, *starts = vs
-    one_row = v.rows and e.params["slice_sizes"][v.dim] == 1
-    if not one_row or not is_inexact(v.aval):
-        return None
-    xs = [w.whole(start) for start in starts]
-    row = jnp.clip(xs[v.dim], 0, v.shape[v.dim] - 1)
-    xs[v.dim], mine = w.place_of(v, row)
-    x = w.run(e, [v.x, *xs])
-    return [(jnp.where(mine, x, jnp.zeros_like(x)), PARTIAL)]
-
-
 # == Reductions ========================================================================
 
 
@@ -398,7 +439,7 @@ def compared(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         return [(_attaining_all(w, extremum, v.x), v.layout)]
     last = max(v.level for v in vs)
     # Levels are counted from the parameters, and any function may have none.
-    later = not any(v.params for v in vs) and any(map(_is_of_rows, vs))
+    later = not any(v.params for v in vs) and any(map(is_of_rows, vs))
     for v in vs:
         behind = v.level < last if v.params else later and v.made is not None
         if behind and v.rows and is_inexact(v.aval) and not forbidden:
@@ -474,19 +515,6 @@ def _extremum_here_jvp(
     return here, (t * share).sum(axes) / share.sum(axes)
 
 
-def _is_of_rows(v: Value) -> bool:
-    """True if a whole value was computed of values with rows, which met."""
-    todo, seen = ([v] if v.is_whole else []), set()
-    while todo:
-        u = todo.pop()
-        if u.rows or u.is_partial:
-            return True
-        if id(u) not in seen and u.made is not None:
-            seen.add(id(u))
-            todo += u.made[1]
-    return False
-
-
 def reduce_(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     [v] = vs
     name = e.primitive.name
@@ -494,7 +522,8 @@ def reduce_(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         w.level = turned.level
         return along_rows(w, e, [turned])
     if name == "reduce_sum":
-        return into_sums(w, e, vs)
+        part = sum_of_shifted(w, e, v)
+        return into_sums(w, e, vs) if part is None else [(part, PARTIAL)]
     if name in _EXTREMA:
         return [(_extremum(w, e, v), WHOLE)]
     here = w.run(e, [v.x])

@@ -257,6 +257,7 @@ class Axis(NamedTuple):
         Then a `name` equation of the operand stands for a collective.
       draws_whole: True if generators other than threefry draw for all rows at once.
       labels: True if equations are to say what a micro-batch holds of their results.
+      turns: True if functions of pairs may be split along columns.
     """
 
     name: str
@@ -265,6 +266,7 @@ class Axis(NamedTuple):
     is_checked: bool = False
     draws_whole: bool = False
     labels: bool = False
+    turns: bool = True
 
     @property
     def is_even(self) -> bool:
@@ -404,12 +406,14 @@ class Records:
       promised: equations that are split because the user says so.
       failures: errors of rules, none of which is the user's code's.
       programs: programs that are written once, see `Writer.once`.
+      turns: True if functions of pairs are split along columns.
     """
 
     notes: list[Any] = dataclasses.field(default_factory=list)
     promised: list[Note] = dataclasses.field(default_factory=list)
     failures: list[Failure] = dataclasses.field(default_factory=list)
     programs: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    turns: bool = False
 
 
 def note_of(e: core.JaxprEqn, size: int, name: str | None) -> Note:

@@ -9,7 +9,7 @@ from jax.extend import core
 
 from .._passes import jaxprs
 from .._passes.jaxprs import is_inexact
-from . import factors
+from . import factors, held
 from .held import PARTIAL, WHOLE, Results, Rows, Value, can_split, types_of
 from .writer import Writer, known_number
 
@@ -20,6 +20,8 @@ _SAME = ("convert_element_type", "squeeze", "copy")
 def gather(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     """A gather: each row picks numbers of the same row, or of other rows."""
     operand, indices = vs
+    if found := _of_operands(w, e, operand, indices):
+        return found
     if operand.dim in e.params["dimension_numbers"].collapsed_slice_dims:
         if found := _own(w, e, operand, indices):
             return found
@@ -30,6 +32,48 @@ def gather(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         if (picked := _picked(w, e, operand, indices)) is not None:
             return [(picked, PARTIAL)]
     return factors.along_rows(w, e, vs)
+
+
+# Functions, number by number, that make NaN of NaN, which stands for what lies outside.
+_BY_NUMBER = ("add", "sub", "mul", "div", "neg", "exp", "log")
+
+
+def _of_operands(w: Writer, e: core.JaxprEqn, v: Value, indices: Value) -> Results:
+    """The function of picked operands, if some of these are known before the value.
+
+    The diagonal of `log_softmax(logits, 0)` so needs that of the logits, which is kept,
+    and not all logits once more when the sums over rows are known.
+    """
+    f, us, _ = v.made or (None, [], 0)
+    size = jaxprs.numbers(types_of(e)[0].shape)
+    if f is None or f.primitive.name not in _BY_NUMBER or 2 * size > v.size:
+        return None
+    is_early = any(u.rows and u.params and u.level < v.level for u in us)
+    if not v.rows or not is_early or e.params["fill_value"] is not None:
+        return None
+    xs, layouts = [], set()
+    for u in us:
+        if not u.shape:
+            xs.append(u.x)
+            continue
+        picked = gather(w, e, [_as_rows(w, u, v), indices])
+        if picked is None:
+            return None
+        xs.append(picked[0][0])
+        layouts.add(picked[0][1])
+    if len(layouts) > 1 or PARTIAL in layouts:
+        return None
+    return [(x, layout) for x in w.results(f, xs) for layout in layouts]
+
+
+def _as_rows(w: Writer, u: Value, like: Value) -> Value:
+    """An operand as rows; if it is broadcast, of the type of the result."""
+    if u.shape == like.shape:
+        return u.with_layout(w.part(u, like.rows), like.rows)
+    d, shape = like.dim, held.local_shape(like.shape, like.layout, w.axis.parts)
+    x = w.part(u, like.rows) if u.shape[d] == like.shape[d] else w.whole(u)
+    x = jnp.broadcast_to(x, shape)
+    return u.alone(x, like.rows, u.aval.update(shape=like.shape))
 
 
 def _own(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> Results:

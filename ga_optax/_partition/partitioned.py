@@ -186,6 +186,7 @@ class Partitioned(NamedTuple):
       promised: equations that are split because of a promise of the user.
       failures: errors of rules; the equations are computed whole.
       cut: the arrays that the program creates and that have rows, see `created`.
+      turns: True if functions of pairs are split along columns.
       meets: True if rows meet, in a collective over the axis.
       in_gradient: the first meeting on the way from the parameters to the loss; None if
         rows meet in numbers without parameters alone, such as counts.
@@ -203,6 +204,7 @@ class Partitioned(NamedTuple):
     reads_index: bool
     failures: list[Failure]
     cut: frozenset[Root] = frozenset()
+    turns: bool = False
 
 
 def first_meetings(part: Partitioned, axis: str) -> list[core.JaxprEqn]:
@@ -260,7 +262,12 @@ def partition(
     whole = _Whole(jaxpr, arguments, axis, first, layouts)
     if like is not None and some is not None and not axis.is_even:
         return whole.partitioned(dataclasses.replace(some, cut=like.cut))
-    return best_with_created(whole.partitioned, lambda x: _cost(x.jaxpr, axis), some)
+    best = best_with_created(whole.partitioned, lambda x: _cost(x.jaxpr, axis), some)
+    if not best.turns:
+        return best
+    some = some and dataclasses.replace(some, cut=best.cut)
+    by_rows = whole._replace(axis=axis._replace(turns=False)).partitioned(some)
+    return min(best, by_rows, key=lambda x: factors.work_of_loops(x.jaxpr, axis))
 
 
 class _Whole(NamedTuple):
@@ -348,6 +355,7 @@ def _live(
         _in_gradient(live, axis, smooth),
         jaxprs.num_readers(live, live.invars[-1]) > 0,
         records.failures,
+        turns=records.turns,
     )
 
 
@@ -552,11 +560,8 @@ def _iota(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
 
 def _jitted(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
     """Of a jitted function that draws: as another one, the same for equal calls."""
-    [program], here, notes = (
-        jaxprs.inner(e),
-        w.at(source=e.source_info),
-        w.records.notes,
-    )
+    [program], notes = jaxprs.inner(e), w.records.notes
+    here = w.at(source=e.source_info)
     before = len(notes)
     run = nested.inner(here, program, vs, [rows])
     if len(notes) > before:  # Notes need the names of the program around it.
@@ -584,7 +589,7 @@ def draws_rows(w: Writer, e: core.JaxprEqn) -> bool:
 _OPEN: dict[str, Any] = {
     **{name: factors.from_rows for name, row in TABLE.items() if row.is_open},
     "iota": _iota,
-    "reshape": factors.reshape_wanted,
+    "reshape": moves.reshape_wanted,
     "random_bits": recut_bits,
     "random_split": recut_split,
     **{name: _jitted for name, row in TABLE.items() if row.kind == "call"},
@@ -610,10 +615,10 @@ _OWN: dict[Rule, str] = {
     factors.cumulative: "cumsum cumprod cummax cummin cumlogsumexp",
     factors.user_collective: "psum psum_invariant pmax pmin",
     factors.barrier: "optimization_barrier",
-    factors.reshape: "reshape",
-    factors.tile: "tile",
+    moves.reshape: "reshape",
+    moves.tile: "tile",
     moves.move: " ".join(name for name, row in TABLE.items() if row.shifts),
-    factors.dynamic_slice: "dynamic_slice",
+    moves.dynamic_slice: "dynamic_slice",
     factors.into_sums: "dot_general",
     moves.convolution: "conv_general_dilated",
     moves.ragged_dot: "ragged_dot_general",

@@ -529,6 +529,121 @@ def _axes_before(e: core.JaxprEqn) -> dict[int | None, int] | None:
     return dict(zip(after, before, strict=True)) if same else None
 
 
+def is_of_rows(v: Value) -> bool:
+    """True if a whole value was computed of values with rows, which met."""
+    todo, seen = ([v] if v.is_whole else []), set()
+    while todo:
+        u = todo.pop()
+        if u.rows or u.is_partial:
+            return True
+        if id(u) not in seen and u.made is not None:
+            seen.add(id(u))
+            todo += u.made[1]
+    return False
+
+
+Step = tuple[core.JaxprEqn, list[Value], int]  # the operand that is the way
+
+
+class Shifted(NamedTuple):
+    """A value that is linear in `of` less all `shifts`, or in `exp` of the difference.
+
+    Attributes:
+      exp: the equation of the exponential; None if there is none.
+      of: the value with rows that is shifted.
+      shifts: what is subtracted: values of all rows, known later than `of`.
+      masks: what keeps numbers on the way, and which of two choices keeps them.
+      steps: the equations on the way; without masks, if there is an exponential.
+      varies: the axes along which the shifts vary.
+    """
+
+    exp: core.JaxprEqn | None
+    of: Value
+    shifts: list[Value]
+    masks: list[tuple[Value, int]]
+    steps: list[Step]
+    varies: set[int]
+
+
+def shifted(v: Value) -> Shifted | None:
+    """A value as `Shifted`, by shifts that are the same for all rows."""
+    path = _path_to_shift(v)
+    if path is None:
+        return None
+    exp, of, shifts = None, v, list[Value]()
+    if path:
+        (first, vs, i), *others = path
+        of = vs[i]
+        exp, path = (first, others) if first.primitive.name == "exp" else (None, path)
+    while (pair := _late_shift(of)) is not None:
+        of, shift = pair
+        shifts.append(shift)
+    varies = {d for x in shifts for d in unmoved(x)[1].values()}
+    beside = [u for _, vs, i in path for j, u in enumerate(vs) if j != i]
+    is_known = not of.params or all(u.level <= of.level for u in beside)
+    is_real = jnp.issubdtype(of.aval.dtype, jnp.floating)
+    if of.shape != v.shape or v.dim in varies or not (is_known and is_real):
+        return None
+    # Without exp it is a log_softmax, less a maximum and the logarithm of a sum.
+    if exp is None and not (len(shifts) > 1 and _is_maximum(shifts[-1])):
+        return None
+    masks = [(vs[0], i) for e, vs, i in path if e.primitive.name == "select_n"]
+    if exp is not None:
+        path = [x for x in path if x[0].primitive.name != "select_n"]
+    return Shifted(exp, of, shifts, masks, path, varies)
+
+
+def _path_to_shift(v: Value, most: int = 4) -> list[Step] | None:
+    """The steps from a shifted value to a value that is linear in it, or in its `exp`.
+
+    The nearest to the shifted value, which may be `exp`, comes first.
+    """
+    if _late_shift(v) is not None:
+        return []
+    if v.made is None or not most:
+        return None
+    e, vs, _ = v.made
+    if e.primitive.name == "exp":
+        return [(e, vs, 0)] if _late_shift(vs[0]) is not None else None
+    for i in _linear_in(e, vs):
+        if (path := _path_to_shift(vs[i], most - 1)) is not None:
+            return [*path, (e, vs, i)]
+    return None
+
+
+def _linear_in(e: core.JaxprEqn, vs: Sequence[Value]) -> Sequence[int]:
+    """The operands, of the shape of the result, in each of which `e` is linear."""
+    name, [aval] = e.primitive.name, held.types_of(e)[:1]
+    same = [v.shape == aval.shape for v in vs]
+    if name == "mul":
+        return [i for i in (0, 1) if same[i]]
+    if name == "neg":
+        return [0]
+    if name == CAST and all(map(is_inexact, (vs[0].aval, aval))):
+        return [0] * (jnp.finfo(aval.dtype).bits >= jnp.finfo(vs[0].aval.dtype).bits)
+    if name == "select_n" and all(same) and len(vs) == 3:
+        return [i for i in (1, 2) if known_number(vs[3 - i]) == 0]
+    return []
+
+
+def _late_shift(v: Value) -> tuple[Value, Value] | None:
+    """The operands of a difference, if the second is of all rows, and known later."""
+    if v.made is None or v.made[0].primitive.name != "sub":
+        return None
+    of, shift = v.made[1]
+    # Levels are counted from the parameters, and any function may have none.
+    is_late = shift.level > of.level or not of.params
+    return (of, shift) if is_late and is_of_rows(shift) else None
+
+
+def _is_maximum(v: Value) -> bool:
+    """True for a maximum, which may be another number if it is not finite."""
+    e, vs, _ = unmoved(v)[0].made or (None, [], 0)
+    name = e.primitive.name if e is not None else ""
+    found = name in ("max", "select_n") and any(map(_is_maximum, vs))
+    return found or name == "reduce_max"
+
+
 def is_reshaped(v: Value) -> bool:
     """True if a value is rows in another shape: they are kept once for both shapes."""
     if v.made is None or not entry_of(v.made[0]).moves:
