@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from .._devices import collectives
-from .._passes import about, feedback, jaxprs
+from .._passes import about, feedback, jaxprs, primitives
 from .._passes.jaxprs import bind, is_variable, variables
 from . import schedule
 from .schedule import is_collective
@@ -482,13 +482,13 @@ def _growing(
 ) -> tuple[set[int], set[int]]:
     """The cheap equations, by id, and those of them whose results grow.
 
-    Cheap equations are computed of results of others, and of what is known before all.
-    If these are smaller than a result, the result grows.
+    They are computed of results of others, and of what is known before all. If these
+    are smaller than a result, the result grows.
     """
     known: dict[Any, set[Any]] = {}  # what the result of a cheap one is computed of
     cheap, growing = set(), set()
     for e in equations:
-        if e.effects or is_alone(e) or not jaxprs.is_cheap(e):
+        if e.effects or is_alone(e) or not all(map(_is_cheaper, jaxprs.within(e))):
             continue
         reads = set().union(*(known.get(x, {x}) for x in variables(e.invars)))
         known |= dict.fromkeys(e.outvars, reads)
@@ -497,6 +497,14 @@ def _growing(
         if read < computed:
             growing.add(id(e))
     return cheap, growing
+
+
+def _is_cheaper(e: core.JaxprEqn) -> bool:
+    """True if an equation is cheap, and no function such as `exp` of many digits."""
+    row = primitives.entry_of(e)
+    is_linear = bool(row.each or row.linear_in(len(e.invars)))
+    moves = bool(jaxprs.inner_programs(e)) or is_linear
+    return jaxprs.is_cheap(e) and (moves or not any(map(jaxprs.is_inexact, e.outvars)))
 
 
 def run_in_groups(
