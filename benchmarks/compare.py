@@ -8,7 +8,9 @@ The losses of the tests' corpora and of the benchmarks are compiled with
 of temporaries, the passes over parts of the loss, the bytes kept between levels, and
 the operations of matrix products and the calls of functions such as `exp`, which are
 counted in the program. All but temporaries are there for bfloat16 as well.
-`--to` prints the differences, and the exit status is 1 if a figure got worse.
+`--above 0.9 --rows 1024` prints what takes more than 0.9 of the undivided batch's
+temporaries, and why. `--to` prints the differences, and the exit status is 1 if a
+figure got worse.
 PYTHONPATH= names another checkout to measure, and `--target h200` the compiler of
 another machine, which `make accelerators` installs.
 """
@@ -39,13 +41,13 @@ K, ROWS, WIDTH = 4, 96, 64
 Case = tuple[Callable[..., jax.Array], Any, Any]  # a loss, parameters and a batch
 
 
-def cases() -> Iterator[tuple[str, Case]]:
-    """All losses, by name."""
+def cases(number: int = ROWS) -> Iterator[tuple[str, Case]]:
+    """All losses, by name, with so many rows."""
     sys.path.append(str(HERE / "tests"))
     names = "corpus.losses", "corpus.scans"
     losses, scans = map(importlib.import_module, names)
 
-    args = losses.arguments(ROWS, jnp.float32, WIDTH)
+    args = losses.arguments(number, jnp.float32, WIDTH)
     for name, row in losses.LOSSES.items():
         yield name, (row.value, *args)
     low = in_dtype((losses.hidden, *args), jnp.bfloat16)[2]
@@ -54,12 +56,12 @@ def cases() -> Iterator[tuple[str, Case]]:
     for body in scans.BODIES:
         for how in (scans.How(8), scans.How(8, remat=True)):
             name = f"scan {body.__name__}{', remat' * how.remat}"
-            args = scans.arguments(how.length, ROWS, jnp.float32)
+            args = scans.arguments(how.length, number, jnp.float32)
             yield name, (scans.loss_of(body, how), *args)
     for aside in (scans.nothing, scans.spread):
         loss, args = scans.decoder(4, aside)
         yield f"decoder, {aside.__name__}", (loss, *args)
-    rows = jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
+    rows = jax.random.normal(jax.random.key(1), (number, WIDTH))
     for scanned, loss in ((True, peers.scanned_loss), (False, peers.unrolled_loss)):
         params = peers.make_params(4, WIDTH, scanned=scanned)
         for dtype in (jnp.float32, jnp.bfloat16):
@@ -151,6 +153,19 @@ def measured(case: Case, target: str | None) -> dict[str, dict[str, int]]:
     return results
 
 
+def over_undivided(case: Case) -> tuple[float, str]:
+    """Temporaries over those of the undivided batch, and why they are not less."""
+    loss, *args = case
+    ours, whole = (
+        jax.jit(step).lower(*args).compile().memory_analysis().temp_size_in_bytes
+        for step in (ga.value_and_grad(loss, K), jax.value_and_grad(loss))
+    )
+    report = ga.batch_dependencies(loss, K)(*args)
+    lines = [f"{x.what}, at {x.line}" for x in report.meetings]
+    why = report.undivided or f"{report.peak_bytes:,} bytes: {'; '.join(lines)}"
+    return ours / max(whole, 1), why
+
+
 def rows_of(before: dict[str, Any], after: dict[str, Any]) -> list[list[Any]]:
     """The differences: the loss, the figure, the old value and the new value."""
     nothing: dict[str, Any] = {}
@@ -168,6 +183,10 @@ def main() -> int:
     parser = record.make_parser(__doc__)
     parser.add_argument("--target", help='the compiler of a machine, such as "h200"')
     parser.add_argument("--only", default="", help="a word of the names of losses")
+    parser.add_argument("--rows", type=int, default=ROWS, help="of a batch")
+    parser.add_argument(
+        "--above", type=float, help="print what takes more of the undivided batch"
+    )
     parser.add_argument("--to", type=pathlib.Path, help="print what differs from this")
     args = parser.parse_args()
     if args.target:
@@ -175,9 +194,15 @@ def main() -> int:
     results: dict[str, Any] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is computed whole is among the figures
-        chosen = (pair for pair in cases() if args.only in pair[0])
+        chosen = (pair for pair in cases(args.rows) if args.only in pair[0])
         for name, case in itertools.islice(chosen, 2 if args.quick else None):
-            results[name] = measured(case, args.target)
+            if args.above is None:
+                results[name] = measured(case, args.target)
+                continue
+            share, why = over_undivided(case)
+            results[name] = {"share": share, "why": why}
+            if share > args.above:
+                print(f"{name}: {share:.2f}, {why}", flush=True)
     record.write(args.json, {"target": args.target, "results": results})
     if args.to is None:
         print(f"{len(results)} losses.")

@@ -76,23 +76,43 @@ def loss(
 
     `pin` may set a sharding on activations and logits, whose first axis is the rows.
     """
+    return loss_of_pairs(config, params, tokens[:, :-1], tokens[:, 1:], pin)
+
+
+def loss_of_pairs(
+    config: Config,
+    params: Any,
+    tokens: jax.Array,
+    labels: jax.Array,
+    pin: Callable[[jax.Array], jax.Array] = lambda h: h,
+    apart: Callable[[Any], Any] = lambda fun: fun,
+) -> jax.Array:
+    """The same of tokens and labels, int32 `[rows, length]`.
+
+    `apart` may run a function of rows of tokens in pieces: the network of a layer, and
+    the head with the cross-entropy.
+    """
     bfloat16 = jnp.bfloat16
-    h = pin(params["embedding"].astype(bfloat16)[tokens[:, :-1]])
+    h = pin(params["embedding"].astype(bfloat16)[tokens])
     turns = _turns(config)
 
     @jax.checkpoint
     def layer(h: jax.Array, p: Any) -> Any:
         p = {name: x.astype(bfloat16) for name, x in p.items()}
         h = h + _attention(config, p, _norm(h, p["norm_a"]), turns)
-        x = _norm(h, p["norm_b"])
-        h = h + (jax.nn.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"]
+        h = h + apart(network)(p, _norm(h, p["norm_b"]))
         return pin(h), None
+
+    def network(p: Any, x: jax.Array) -> jax.Array:
+        return (jax.nn.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"]
+
+    def entropies(head: jax.Array, x: Any) -> jax.Array:
+        logits = pin(x[0] @ head.astype(bfloat16)).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, x[1])
 
     h, _ = jax.lax.scan(layer, h, params["layers"])
     h = _norm(h, params["norm_final"].astype(bfloat16))
-    logits = pin(h @ params["head"].astype(bfloat16)).astype(jnp.float32)
-    each = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-    return jnp.mean(each)
+    return jnp.mean(apart(entropies)(params["head"], (h, labels)))
 
 
 def _norm(h: jax.Array, scale: jax.Array) -> jax.Array:

@@ -293,16 +293,18 @@ def rewrite(micro_batch: MicroBatch) -> Rewritten:
 def schedule(rewritten: Rewritten) -> Scheduled:
     """Plans the levels of a loss whose rows meet, or do work that all rows share.
 
-    Any other loss is one loop, and so is one whose last micro-batch is smaller.
+    Any other loss is one loop, and so is one whose last micro-batch is smaller. Raises
+    if the undivided batch takes less memory, where the program says what a device has.
     """
-    (call, *_, part, _, last), program, operands, context = rewritten
+    (call, closed, _, part, _, last), program, operands, context = rewritten
     may_share = call.options.optimize and last is None and not call.devices.bound
     of_rows = program.jaxpr.invars[-len(operands.batch) :]
     if not part.meets and not (
         may_share and jaxprs.shares_much(program.jaxpr, of_rows)
     ):
         return Scheduled(rewritten, None)
-    loss = MeetingLoss(program, rows.AXIS, call.num_of_all)
+    whole = None if call.devices.axes or not part.meets else closed.jaxpr
+    loss = MeetingLoss(program, rows.AXIS, call.num_of_all, whole)
     room = call.options.residual_bytes
     plan = plan_window(loss, operands, context, room)
     fits = part.meets or is_small(plan)

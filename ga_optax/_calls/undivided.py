@@ -20,6 +20,7 @@ from .._partition.partitioned import Partitioned
 from .._passes import about, jaxprs
 from .._passes.equation import Divided
 from .._text import warn
+from .._window.run import TakesMoreError
 from .._window.schedule import MEETINGS
 from . import batches, rows
 from .batches import DoesNotFitError
@@ -73,7 +74,9 @@ def in_one(call: Call, plan: AllRows) -> Pair:
 
 
 def why_undivided(error: Exception) -> str:
-    """Why a program cannot be divided, and what helps."""
+    """Why a program is not divided, or cannot be, and what helps."""
+    if isinstance(error, TakesMoreError):
+        return str(error)
     why = " ".join([str(error).split("\n")[0], *getattr(error, "__notes__", ())])
     return (
         f"ga_optax with jax {jax.__version__} cannot divide the program: "

@@ -97,7 +97,7 @@ def computed(equation: core.JaxprEqn) -> int:
 def is_cheap(equation: core.JaxprEqn) -> bool:
     """True if running an equation again costs little more than reading its results."""
     for e in within(equation):
-        if (kind(e) in _REPEATED) if inner(e) else primitives.entry_of(e).is_dear:
+        if (kind(e) in _REPEATED) if inner(e) else primitives.is_dear(e):
             return False
     return True
 

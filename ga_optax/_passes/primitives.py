@@ -162,6 +162,15 @@ def needs_other(e: core.JaxprEqn) -> bool:
     return 0 in entry_of(e).each
 
 
+def is_dear(e: core.JaxprEqn) -> bool:
+    """True if computing the results costs more than reading them.
+
+    An outer product, which contracts nothing, is a product of numbers.
+    """
+    is_outer = e.primitive.name == PRODUCT and not any(e.params["dimension_numbers"][0])
+    return entry_of(e).is_dear and not is_outer
+
+
 def factors_of(row: Entry, e: core.JaxprEqn) -> list[Factor]:
     """The factors of an equation."""
     dims = row.dims(e) if callable(row.dims) else row.dims
@@ -476,9 +485,9 @@ _entry("reduce_and", _gone("axes"), "(h > -1).all(1)")
 _entry("reduce_or", _gone("axes"), "(h > 1.5).any(1)")
 _entry("reduce_xor", _gone("axes"), "lax.reduce_xor(jnp.stack([ids, ids * 3]), (0,))")
 _entry("argmax argmin", _gone("axes"), "jnp.{}(h, 1)")
-_entry("cumsum", _along("axis"), "jnp.cumsum(h, 1)", DEAR, LINEAR)
-_entry("cumlogsumexp cumprod", _along("axis"), "lax.{}(h, 1)", DEAR)
-_entry("cummax cummin", _along("axis"), "lax.{}(lax.stop_gradient(h), 1)", DEAR)
+_entry("cumsum", _along("axis"), "jnp.cumsum(h, 1)", LINEAR)
+_entry("cumlogsumexp cumprod", _along("axis"), "lax.{}(h, 1)")
+_entry("cummax cummin", _along("axis"), "lax.{}(lax.stop_gradient(h), 1)")
 _entry("sort", _along("dimension"), "jnp.sort(h, 1)", DEAR)
 _entry("top_k", _along("axis"), "lax.top_k(h, 2)", DEAR)
 _entry("approx_top_k", _along("reduction_dimension"), "lax.approx_max_k(h, 2)", DEAR)

@@ -19,7 +19,8 @@ earlier levels are filled, the micro-batches are independent again.
 
 By default no part of `fun` runs more than three times forward and once backward; or
 twice forward, if the residuals for that take at most the bytes of one micro-batch's
-step, or 1 MiB. `residual_bytes` is another limit.
+step, or 1 MiB. `residual_bytes` is another limit. If a window is counted to take more
+than the undivided batch, that runs.
 
 Imports `_loop`, `_partition`, `_passes`, `_devices` and the root.
 """

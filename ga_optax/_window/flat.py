@@ -5,6 +5,7 @@
 Functions are opened here; scans in whose bodies rows meet are split below.
 """
 
+import collections
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from .._devices import collectives
-from .._passes import about, feedback, jaxprs
+from .._passes import about, feedback, jaxprs, primitives
 from .._passes.jaxprs import bind, is_variable, variables
 from . import schedule
 from .schedule import is_collective
@@ -436,33 +437,74 @@ def _along_axis_0(x: jax.Array) -> list[jax.Array]:
 # -- Equations -------------------------------------------------------------------------
 
 
+_Place = tuple[int, bool]  # the number of a group; False if its equations stand alone
+
+
 def sorted_apart(
     equations: Iterable[core.JaxprEqn], is_alone: feedback.Test
 ) -> list[core.JaxprEqn]:
     """Equations in an order in which few that stand alone part the others.
 
-    An equation that reads nothing, such as zeros, stands with its first reader: then
-    its result need not be stored.
+    What grows from what is known, such as zeros or the mask of an attention, stands
+    with each group that reads it: then its result need not be stored.
     """
-    level: dict[Any, int] = {}
-    places: dict[int, tuple[int, bool]] = {}
-    equations = list(equations)
+    equations, level = list(equations), {}
+    first: dict[int, _Place] = {}
     for e in equations:
         alone = is_alone(e)
         place = alone + max((level.get(x, 0) for x in variables(e.invars)), default=0)
         level |= dict.fromkeys(e.outvars, place)
-        places[id(e)] = place, not alone
-    first: dict[Any, int] = {}
+        first[id(e)] = place, not alone
+    cheap, growing = _growing(equations, is_alone)
+    # The groups that read each value, and those of them that compute it anew.
+    readers, anew = collections.defaultdict(set), collections.defaultdict(set)
+    places: dict[int, set[_Place]] = {}
     for e in reversed(equations):
-        place, in_group = places[id(e)]
-        reads = variables(e.invars)
-        if in_group and not reads:
-            place = min((first[x] for x in e.outvars if x in first), default=place)
-            places[id(e)] = place, in_group
-        for x in reads:
-            latest = place - (not in_group)
-            first[x] = min(first.get(x, latest), latest)
-    return sorted(equations, key=lambda e: places[id(e)])
+        mine = {first[id(e)]}
+        reads, again = (
+            set().union(*(x[v] for v in e.outvars)) for x in (readers, anew)
+        )
+        if id(e) in growing:
+            mine = again = reads or mine
+        elif id(e) in cheap:
+            mine = again | (mine if reads - again or not reads else set())
+        for x in variables(e.invars):
+            # One that stands alone reads results of the group before it.
+            readers[x] |= {(n - (not in_group), True) for n, in_group in mine}
+            anew[x] |= again if id(e) in cheap else set()
+        places[id(e)] = mine
+    pairs = ((place, e) for e in equations for place in places[id(e)])
+    return [e for _, e in sorted(pairs, key=lambda pair: pair[0])]
+
+
+def _growing(
+    equations: Iterable[core.JaxprEqn], is_alone: feedback.Test
+) -> tuple[set[int], set[int]]:
+    """The cheap equations, by id, and those of them whose results grow.
+
+    They are computed of results of others, and of what is known before all. If these
+    are smaller than a result, the result grows.
+    """
+    known: dict[Any, set[Any]] = {}  # what the result of a cheap one is computed of
+    cheap, growing = set(), set()
+    for e in equations:
+        if e.effects or is_alone(e) or not all(map(_is_cheaper, jaxprs.within(e))):
+            continue
+        reads = set().union(*(known.get(x, {x}) for x in variables(e.invars)))
+        known |= dict.fromkeys(e.outvars, reads)
+        cheap.add(id(e))
+        read, computed = (sum(map(schedule.bytes_of, x)) for x in (reads, e.outvars))
+        if read < computed:
+            growing.add(id(e))
+    return cheap, growing
+
+
+def _is_cheaper(e: core.JaxprEqn) -> bool:
+    """True if an equation is cheap, and no function such as `exp` of many digits."""
+    row = primitives.entry_of(e)
+    is_linear = bool(row.each or row.linear_in(len(e.invars)))
+    moves = bool(jaxprs.inner_programs(e)) or is_linear
+    return jaxprs.is_cheap(e) and (moves or not any(map(jaxprs.is_inexact, e.outvars)))
 
 
 def run_in_groups(
@@ -475,17 +517,17 @@ def run_in_groups(
 
     `run(group, variables that it reads, variables to return)` is a function of values.
     """
-    last_reader = {
-        x: i
-        for i, group in enumerate(groups)
-        for e in group
-        for x in variables(e.invars)
-    }
+    last_reader, reads_of = {}, []
+    for i, group in enumerate(groups):
+        computed = {x for e in group for x in e.outvars}
+        reads = dict.fromkeys(variables(x for e in group for x in e.invars))
+        reads_of.append([x for x in reads if x not in computed])
+        last_reader |= dict.fromkeys(reads_of[i], i)
     last_reader |= dict.fromkeys(variables(results), len(groups))
     for i, group in enumerate(groups):
         outs = [x for e in group for x in e.outvars if last_reader.get(x, i) > i]
-        reads = variables(x for e in group for x in e.invars)
-        reads = [x for x in dict.fromkeys(reads) if x in env]
+        outs = [x for x in outs if x not in env]
+        reads = [x for x in reads_of[i] if x in env]
         env |= zip(outs, run(group, reads, outs)([env[x] for x in reads]), strict=True)
 
 

@@ -56,11 +56,13 @@ class MeetingLoss(NamedTuple):
       program: the loss of a micro-batch, with collectives. The index comes last.
       axis: the axis that the collectives name.
       size: how many micro-batches there are, on all devices.
+      whole: the program of all rows, if that may run in its place.
     """
 
     program: LossProgram
     axis: str
     size: int
+    whole: core.Jaxpr | None = None
 
 
 class Evaluation:

@@ -22,7 +22,7 @@ from .._passes import about, jaxprs
 from .._text import columns, warn
 from . import levels
 from .levels import Arrays, Buffers, Evaluation, MeetingLoss, Wanted
-from .room import has_room, largest_step, planned, share
+from .room import LITTLE, has_room, largest_step, planned, share
 from .schedule import (
     Level,
     Runs,
@@ -58,9 +58,15 @@ def plan_window(
     devices: DeviceContext,
     residual_bytes: int | None,
 ) -> Evaluation:
-    """The plan of a window. Nothing is computed but values of no argument."""
+    """The plan of a window. Nothing is computed but values of no argument.
+
+    Raises if the undivided batch takes less memory, and may run.
+    """
     values = Evaluation(loss, operands, devices, residual_bytes)
     values.schedule = _planned(values)
+    if loss.whole is not None:
+        smooth = loss.whole.invars[: len(operands.params) + operands.rows]
+        _check_takes_less(values.schedule, loss.whole, smooth)
     return values
 
 
@@ -291,13 +297,40 @@ def report_of(schedule: Schedule) -> WindowReport:
     runs = runs_of_equations(schedule)
     forward, backward = most_runs(runs.values())[1:]
     stored = tuple(_stored(schedule, runs))
-    carried = (b for b in schedule.buffers if b.kind != "residual")
-    peak = sum(b.nbytes + b.of_cotangent for b in carried)
-    peak += schedule.peak + largest_step(schedule)
     room = None
     if (full := schedule.unlimited) is not None:
         room = (full.peak, *most_runs(runs_of_equations(full).values())[1:])
-    return WindowReport(schedule.end - 1, forward, backward, stored, peak, room)
+    levels, peak = schedule.end - 1, _peak(schedule)
+    return WindowReport(levels, forward, backward, stored, peak, room)
+
+
+def _peak(schedule: Schedule) -> int:
+    carried = (b for b in schedule.buffers if b.kind != "residual")
+    stored = sum(b.nbytes + b.of_cotangent for b in carried)
+    return stored + schedule.peak + largest_step(schedule)
+
+
+class TakesMoreError(Exception):
+    """A window takes more memory than the undivided batch, in words."""
+
+
+def _check_takes_less(
+    schedule: Schedule, jaxpr: core.Jaxpr, smooth: Sequence[Any]
+) -> None:
+    """Raises if a window takes more memory than the undivided batch.
+
+    Both are counted alike from their programs, and XLA's bytes differ by up to a third.
+    Of two that take as much the undivided batch is better, with fewer products. So the
+    window has to take less, unless it takes little. `smooth` are the arguments of the
+    program of all rows that are differentiated.
+    """
+    if (ours := _peak(schedule)) <= LITTLE:
+        return
+    if ours > (whole := bytes_of_step(jaxprs.live(jaxpr), smooth)):
+        raise TakesMoreError(
+            f"the undivided batch takes less: about {whole:,} bytes of a device, and "
+            f"the micro-batches, whose rows meet, {ours:,}, counted from the program."
+        )
 
 
 def _stored(schedule: Schedule, runs: dict[int, Runs]) -> Iterator[Stored]:

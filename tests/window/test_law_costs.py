@@ -28,11 +28,13 @@ from jax.sharding import PartitionSpec as P
 import ga_optax as ga
 from ga_optax._calls import engine
 from ga_optax._passes import jaxprs
+from ga_optax._window import flat, room
 from ga_optax._window.schedule import Level, is_collective
 
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion"),
     pytest.mark.filterwarnings("ignore:.*computed whole"),
+    pytest.mark.filterwarnings("ignore:.*the undivided batch takes less"),
 ]
 
 
@@ -107,6 +109,85 @@ def test_the_memory_is_the_tables_share_of_that_of_the_undivided_batch(name):
     # There XLA has less for the undivided batch of one of them.
     older = 1.1 if jax.__version_info__ < (0, 11) else 1
     assert 0 < ours <= older * loss.share * undivided
+
+
+# Of rows that need most of each other micro-batches take as much as the undivided
+# batch, or more: then that runs. Below `LITTLE` bytes none is asked for.
+PAIRS = "clip simclr hard_triplet sinkhorn survival"  # their rows squared take long
+
+
+@pytest.mark.grid(3, 10)
+@pytest.mark.parametrize(
+    "name", [x for x in dict(compare.cases()) if x not in PAIRS.split()]
+)
+def test_no_loss_takes_more_than_the_undivided_batch(name):
+    loss, *args = dict(compare.cases(1024))[name]
+    ours = temporaries(jax.jit(ga.value_and_grad(loss, 8)), *args)
+    undivided = temporaries(jax.jit(jax.value_and_grad(loss)), *args)
+    assert 0 < ours <= max(undivided, room.LITTLE)
+
+
+@pytest.mark.quick
+def test_the_undivided_batch_runs_where_micro_batches_take_more():
+    """Each stores what the scan carries, and has a cotangent of all that at a time."""
+    how = scans.How(8, remat=True)
+    loss, (p, x) = (
+        scans.loss_of(scans.with_rule, how),
+        scans.arguments(8, 96, np.float32),
+    )
+    many = jnp.tile(x, (128, 1))
+    says = "the undivided batch takes less"
+    with pytest.warns(UserWarning, match=says):
+        ours = compare.operations(ga.value_and_grad(loss, 8), p, many)
+    assert ours == compare.operations(jax.value_and_grad(loss), p, many)
+    found = ga.batch_dependencies(loss, 8)(p, many)
+    assert says in " ".join(str(found).split()) in " ".join(found.details.split())
+    assert [x.loop for x in found.stages] == ["once, all rows, forward and backward"]
+    # The twin: a little is worth no pass.
+    few = ga.batch_dependencies(loss, 8)(p, x)
+    assert few.undivided == ""
+    assert len(few.stages) > 2
+
+
+def causal(w, x):
+    @jax.checkpoint
+    def layer(h):
+        sees = jnp.tri(len(h), dtype=bool)
+        scores = jnp.where(sees, jnp.tanh(h @ w) @ jnp.sin(h @ w).T, -jnp.inf)
+        return h + jax.nn.softmax(scores) @ h
+
+    return jnp.mean(layer(layer(x)) ** 2)
+
+
+def running(w, x):
+    """What it adds up is larger than that of which it is computed."""
+
+    @jax.checkpoint
+    def layer(h):
+        each = jnp.einsum("ti,tj->tij", h @ w, h)
+        return h + jnp.einsum("tij,tj->ti", jnp.cumsum(each, 0), h)
+
+    return jnp.mean(layer(layer(x)) ** 2)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("fun", "shape"), [(causal, (16, 128)), (running, (16, 8, 8))])
+def test_what_grows_in_a_checkpoint_is_computed_again_and_not_kept(
+    fun, shape, monkeypatch
+):
+    args = array(8, 8, scale=0.1), array(128, 8, scale=0.1)
+
+    def kept():
+        found = ga.batch_dependencies(fun, 8, residual_bytes=10**9)(*args)
+        return [x.type.shape for x in found.kept]
+
+    assert shape not in kept()
+    # 128 rows of terms of size 1 in float32, in two layers.
+    step = ga.value_and_grad(fun, 8)
+    assert apart(step, jax.value_and_grad(fun), *args) < 1e-4
+    # The twin: as it is computed where it is computed first.
+    monkeypatch.setattr(flat, "_growing", lambda *_: (set(), set()))
+    assert shape in kept()
 
 
 def test_what_is_kept_is_in_the_room_there_is():
