@@ -46,6 +46,7 @@ class LossProgram(NamedTuple):
       multiplies: True if the weight multiplies the gradients, and not the cotangent.
       arrivals: how the gradient of each leaf of the parameters arrives, see `arrival`.
       optimize: True if passes run on programs; False is the plain scan.
+      grouped: True if sums have the same bits in every grouping of micro-batches.
     """
 
     jaxpr: core.Jaxpr
@@ -56,6 +57,12 @@ class LossProgram(NamedTuple):
     multiplies: bool
     arrivals: list[str | None]
     optimize: bool
+    grouped: bool
+
+    @property
+    def same_bits(self) -> bool:
+        """True if rounding and fences give a micro-step the same bits everywhere."""
+        return self.optimize and self.grouped
 
     @property
     def sliced(self) -> list[bool]:
@@ -71,8 +78,8 @@ class LossProgram(NamedTuple):
     @property
     def low_precision(self) -> bool:
         """True if anything is computed in less than 32 bits."""
-        results = (x.aval for e in jaxprs.equations(self.jaxpr) for x in e.outvars)
-        dtypes = (getattr(aval, "dtype", np.dtype(np.int32)) for aval in results)
+        results = [x.aval for e in jaxprs.equations(self.jaxpr) for x in e.outvars]
+        dtypes = {getattr(aval, "dtype", np.dtype(np.int32)) for aval in results}
         return any(jnp.issubdtype(d, np.floating) and d.itemsize < 4 for d in dtypes)
 
 
@@ -227,6 +234,10 @@ def strong(x: ArrayLike) -> jax.Array:
 # way, whatever is around it. Three of its passes look at what is around it: it moves
 # what does not change out of loops, it removes loops of one iteration, and on CPUs it
 # compiles small loops as one function.
+#
+# `accumulate` alone promises such bits. Everywhere the operands of a micro-step are
+# behind a barrier: XLA would move casts and transposes of parameters out of the loop,
+# and hold them while the loop runs.
 
 
 def fusion_barrier(tree: Any) -> Any:
