@@ -56,7 +56,7 @@ def by_jax(program, params, rest):
 
 
 def returning(params, x):
-    """A rule whose gradient has no cotangent in it; results that nobody reads."""
+    """A rule whose gradient has no cotangent in it; results that get no cotangent."""
 
     @jax.custom_vjp
     def constant(x):
@@ -68,7 +68,7 @@ def returning(params, x):
     for w in params:
         wide, rest = jnp.split(x @ jnp.hstack([w, w]), [WIDTH + 1], axis=1)
         x = constant(wide[:, :WIDTH])[0] + jax.lax.stop_gradient(wide[:, WIDTH:])
-        x = jnp.cumsum(x, axis=1) + jnp.sort(x, axis=1) + jnp.sum(rest) * 0.1
+        x = jnp.cumsum(x, axis=1) + jnp.sort(x, axis=1) + jnp.floor(rest[:, :1])
     return jnp.mean(x * x)
 
 
