@@ -1,6 +1,8 @@
 """The time to compile a window, against micro-batches, and to trace it, by its size.
 
     python benchmarks/compile_time.py
+    python benchmarks/compile_time.py --trace
+    python benchmarks/compile_time.py --trace --devices 8
 
 A window of k micro-batches and one Adam step is traced, lowered and compiled, without
 any cache. The ways take turns in one process, and the table gives medians. Larger
@@ -9,10 +11,16 @@ of the processor: this is the time of the passes, which must be linear in the pr
 Losses whose rows meet are compared with the plain micro-batches of another loss and
 with the undivided loss, also in lines of the program. Networks of many norms take
 minutes; `--norms 10 20 40 100 --resnet` measures them too.
+
+With `--trace` nothing is compiled. To trace and lower programs of many kinds takes so
+many times as long as their limit: a plain scan, or the undivided batch where rows meet;
+on several devices, a trainer's step with sharded parameters over its own scan. These
+are medians of turns.
 """
 
 import collections
 import functools
+import os
 import statistics
 import time
 import warnings
@@ -232,6 +240,112 @@ def of_meeting(
     return row
 
 
+# -- Ratios to trace -------------------------------------------------------------------
+
+
+def of_network(number: int, how: str) -> tuple[Any, Any]:
+    """A loss of so many layers: with relu, rematerialised, or in a scan."""
+
+    def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.nn.relu(x @ w) if how == "relu" else jnp.tanh(x @ w)
+
+    step = jax.checkpoint(layer) if how == "remat" else layer
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        if how == "scanned":
+            x = jax.lax.scan(lambda x, w: (step(x, w), None), x, params)[0]
+        else:
+            x = functools.reduce(step, params, x)
+        return jnp.mean(jnp.square(x))
+
+    shape = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+    stack = jax.ShapeDtypeStruct((number, WIDTH, WIDTH), jnp.float32)
+    return loss, stack if how == "scanned" else [shape] * number
+
+
+def of_sharded(sync: str, k: int, rows: int) -> tuple[Any, Any]:
+    """A step with sharded parameters: ours, and a trainer's own over a scan."""
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=auto)
+    spec = jax.sharding.PartitionSpec(None, "data")
+    place, whole = (
+        jax.sharding.NamedSharding(mesh, x)
+        for x in (spec, jax.sharding.PartitionSpec())
+    )
+    opt = optax.adam(1e-3)
+    params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32, sharding=place)] * 8
+    loss, _ = of_layers(8)
+    axis = ga.DataAxis("data", mesh=mesh, param_specs=[spec] * 8, sync=sync)
+
+    def by_hand(params: Any, x: jax.Array) -> Any:
+        def gathered(params: Any, x: jax.Array) -> jax.Array:
+            return loss(jax.lax.with_sharding_constraint(params, whole), x)
+
+        value, grads = peers.plain_scan(gathered, k)(params, x)
+        return value, jax.lax.with_sharding_constraint(grads, place)
+
+    def lowered(gradient: Any) -> Any:
+        state = params, jax.eval_shape(opt.init, params)
+        x = jax.ShapeDtypeStruct((k * rows * mesh.size, WIDTH), jnp.float32)
+        return lambda: peers.step_of(gradient, opt).lower(state, x)
+
+    ours = ga.value_and_grad(loss, k, data_axis=axis)
+    return lowered(ours), lowered(by_hand)
+
+
+def ways_to_trace(quick: bool, k: int = 4, rows: int = 4) -> dict[str, tuple[Any, Any]]:
+    """By program, functions that trace and lower: ours, and the limit."""
+
+    def lowered(model: tuple[Any, Any], shape: Any, limit: Any) -> tuple[Any, Any]:
+        loss, params = model
+        x = jax.ShapeDtypeStruct((k * rows, *shape), jnp.float32)
+        ours, other = ga.value_and_grad(loss, k), limit(loss)
+        return (
+            lambda: jax.jit(ours).lower(params, x),
+            lambda: jax.jit(other).lower(params, x),
+        )
+
+    def scan(loss: Any) -> Any:
+        return peers.plain_scan(loss, k)
+
+    if jax.device_count() > 1:
+        both = ("last", "each")
+        return {f'a step, sync="{x}"': of_sharded(x, k, rows) for x in both}
+    few = [1] if quick else [8, 32]
+    models = {f"{n} terms": of_terms(n) for n in ([3] if quick else [200, 800])}
+    models |= {f"{n} layers": of_layers(n) for n in few}
+    models |= {how: of_network(few[0], how) for how in ("relu", "remat", "scanned")}
+    ways = {name: lowered(x, (WIDTH,), scan) for name, x in models.items()}
+    image, cases = (SIDE, SIDE, 3), any_loss.cases(2, WIDTH)
+    meet = {"batch norm": (of_norms(few[0]), (WIDTH,))}
+    meet |= {"ResNet block": (of_resnet((1,)), image)}
+    for name, width in (("contrastive", 2 * WIDTH), ("experts", WIDTH)):
+        meet[name] = (cases[name].loss, cases[name].params), (width,)
+    for name, (model, shape) in meet.items():
+        ways[f"{name}, rows meet"] = lowered(model, shape, jax.value_and_grad)
+    return ways
+
+
+def print_traces(quick: bool, only: str, rounds: int) -> None:
+    """Prints how long ours takes to trace and to lower, over the limit."""
+    table = []
+    for name, ways in ways_to_trace(quick).items():
+        if only not in name:
+            continue
+        times: list[list[float]] = [[], []]
+        for turn in range(rounds + 1):
+            for i, way in enumerate(ways):
+                jax.clear_caches()
+                start = time.process_time()
+                way()
+                if turn:  # the first turn imports and warms up
+                    times[i].append(time.process_time() - start)
+        ours, limit = map(statistics.median, times)
+        ms = [round(1e3 * x) for x in (ours, limit)]
+        table.append([name, *ms, round(ours / limit, 2)])
+    record.print_table(["program", "ms", "limit", "ratio"], table)
+
+
 def print_meetings(rows: list[dict[str, Any]]) -> None:
     """Prints the table of them."""
     ways = list(rows[0]["seconds"])
@@ -258,7 +372,17 @@ def main() -> None:
     parser.add_argument("--k", type=int, nargs="+")
     parser.add_argument("--norms", type=int, nargs="+", default=[10, 20])
     parser.add_argument("--resnet", action="store_true", help="a ResNet-50 of Flax")
+    parser.add_argument("--trace", action="store_true", help="ratios to trace, alone")
+    parser.add_argument("--devices", type=int, default=1, help="of --trace")
+    parser.add_argument("--only", default="", help="a word of the names of programs")
     args = parser.parse_args()
+    if args.trace:
+        count = f"--xla_force_host_platform_device_count={args.devices}"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {count}"
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Each of .* micro-batches computes")
+            print_traces(args.quick, args.only, args.rounds or 5)
+        return
     ks = args.k or ([2] if args.quick else peers.doubling(64))
     rounds = args.rounds or (1 if args.quick else 3)
     layers = args.layers or (1 if args.quick else 4)

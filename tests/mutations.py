@@ -782,6 +782,17 @@ FAULTS = """
 * a scan over rows adds to its start in each micro-batch
 - start = [w.addend(v) for v in carry]
 + start = [w.whole(v) for v in carry]
+@ _passes/products.py: test_traced
+* a gradient in which no cotangent is counts as zero
+- jaxprs.is_among(x, later) or not _is_zero(jaxpr, x) for x in grads
++ jaxprs.is_among(x, later) for x in grads
+* a result has a cotangent that none reaches
+- kind = self._kind(e, kind[0], cotangents)
++ pass
+@ _loop/micro_step.py: test_optimize
+* every sum is rounded and fenced, also where no grouping is promised
+- return self.optimize and self.grouped
++ return self.optimize
 @ _loop/loop.py: test_accumulate test_microbatch
 * one key for all micro-batches
 - keys = [jax.random.fold_in(key, state.acc.count) for key in operands.keys]

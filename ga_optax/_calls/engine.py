@@ -281,6 +281,7 @@ def rewrite(micro_batch: MicroBatch) -> Rewritten:
         multiplies=False,
         arrivals=arrivals,
         optimize=optimize,
+        grouped=False,
     )
     params = call.params_of(jaxpr)
     batch = [*call.split(micro_batch.membership), _indices(call)]

@@ -362,6 +362,7 @@ def traced_micro_batch(
         multiplies=multiplies,
         arrivals=arrivals,
         optimize=optimize,
+        grouped=True,
     )
     params, carry = call.params_of(jaxpr), list(map(micro_step.strong, carry))
     real: Any = options.num_real_microbatches

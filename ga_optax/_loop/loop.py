@@ -300,9 +300,8 @@ def _unless(
 def with_passes(run: Callable[[Any], Any], operands: Any, facts: Facts) -> Any:
     """`run(operands)` after the passes of a loop; sums of gradients come first."""
     closed, shapes = jax.make_jaxpr(run, return_shape=True)(operands)
-    program = table.run_scope(
-        "loop", jaxprs.Program(closed.jaxpr, closed.consts), facts
-    )
+    program = jaxprs.Program(closed.jaxpr, closed.consts)
+    program = table.run_scope("loop", program, facts)
     out = jaxprs.results(program, jax.tree.leaves(operands))
     return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
@@ -384,7 +383,7 @@ class Loop:
         if self.num_microbatches > 1:
             return with_collected(*jax.lax.scan(step, state, xs))
         first = jax.tree.map(lambda x: x[0], xs)
-        once = micro_step.single_step if self.program.optimize else _single_step
+        once = micro_step.single_step if self.program.same_bits else _single_step
         return with_collected(*once(step, state, first))
 
     def collected(self, results: Sequence[Any]) -> dict[int, Any]:
@@ -436,7 +435,7 @@ class Loop:
             else:
                 cotangent = weight.astype(loss.dtype)
         carry, aux = rest[: len(state.carry)], rest[len(state.carry) :]
-        zero = accumulator.unknown_zero(acc.count) if program.optimize else None
+        zero = accumulator.unknown_zero(acc.count) if program.same_bits else None
         step = MicroStep(factor, weight, zero, index)
         pull = functools.partial(
             _pull, pullback, micro_step.varying_like(cotangent, loss)
@@ -445,7 +444,7 @@ class Loop:
         with jax.named_scope("accumulate"):
             one = jnp.ones_like(acc.weight) if weight is None else weight
             increment = (
-                micro_step.next_count if program.optimize else accumulator.increment
+                micro_step.next_count if program.same_bits else accumulator.increment
             )
             weights = self.vary(acc.weight + one, one)
             acc = Accumulator(total, weights, increment(acc.count))
@@ -493,21 +492,11 @@ class Loop:
             params = micro_step.cast_inside(params, narrowed, zero)
         params, batch = [*params, *batch[: self.rows]], batch[self.rows :]
         keys = [jax.random.fold_in(key, state.acc.count) for key in operands.keys]
-        program = jaxprs.Program(jaxpr, consts)
-        if optimize:
-            program = table.run_scope("micro-step", program, Facts())
-
-        moved = micro_step.moved_in(program.jaxpr, len(params))
-
-        def evaluate(*some: jax.Array) -> tuple[jax.Array, list[Any]]:
-            here = jaxprs.put(some, moved, [params[i] for i in moved])
-            xs, of = [*here, *batch, *keys, *carry], {i: some[i] for i in moved}
-            loss, *rest = micro_step.with_stand_ins(program, xs, of)
-            return loss, [jnp.asarray(x) for x in rest]  # an aux may be a plain number
-
+        program, rest = jaxprs.Program(jaxpr, consts), [*batch, *keys, *carry]
+        program, params, rest = micro_step.with_stand_ins(program, params, rest)
+        alike = optimize and not any(x.in_place for x in self.additions)
         with jax.named_scope("compute"):
-            some = jaxprs.put(params, moved, micro_step.blank([*moved.values()]))
-            return jax.vjp(evaluate, *some, has_aux=True)
+            return table.with_pullback(program, params, rest, alike)
 
     def vary(self, x: jax.Array, term: Any) -> jax.Array:
         """Marks a sum as varying over devices as `term` does, one of its terms."""

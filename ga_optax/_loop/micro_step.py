@@ -46,6 +46,7 @@ class LossProgram(NamedTuple):
       multiplies: True if the weight multiplies the gradients, and not the cotangent.
       arrivals: how the gradient of each leaf of the parameters arrives, see `arrival`.
       optimize: True if passes run on programs; False is the plain scan.
+      grouped: True if sums have the same bits in every grouping of micro-batches.
     """
 
     jaxpr: core.Jaxpr
@@ -56,6 +57,12 @@ class LossProgram(NamedTuple):
     multiplies: bool
     arrivals: list[str | None]
     optimize: bool
+    grouped: bool
+
+    @property
+    def same_bits(self) -> bool:
+        """True if rounding and fences give a micro-step the same bits everywhere."""
+        return self.optimize and self.grouped
 
     @property
     def sliced(self) -> list[bool]:
@@ -71,8 +78,8 @@ class LossProgram(NamedTuple):
     @property
     def low_precision(self) -> bool:
         """True if anything is computed in less than 32 bits."""
-        results = (x.aval for e in jaxprs.equations(self.jaxpr) for x in e.outvars)
-        dtypes = (getattr(aval, "dtype", np.dtype(np.int32)) for aval in results)
+        results = [x.aval for e in jaxprs.equations(self.jaxpr) for x in e.outvars]
+        dtypes = {getattr(aval, "dtype", np.dtype(np.int32)) for aval in results}
         return any(jnp.issubdtype(d, np.floating) and d.itemsize < 4 for d in dtypes)
 
 
@@ -229,6 +236,10 @@ def strong(x: ArrayLike) -> jax.Array:
 # way, whatever is around it. Three of its passes look at what is around it: it moves
 # what does not change out of loops, it removes loops of one iteration, and on CPUs it
 # compiles small loops as one function.
+#
+# `accumulate` alone promises such bits. Everywhere the operands of a micro-step are
+# behind a barrier: XLA would move casts and transposes of parameters out of the loop,
+# and hold them while the loop runs.
 
 
 def fusion_barrier(tree: Any) -> Any:
@@ -355,16 +366,30 @@ def _stand_in(x: jax.Array, other: jax.Array) -> jax.Array:
 _stand_in.defjvps(lambda t, *_: t, lambda t, *_: t)
 
 
-def moved_in(jaxpr: core.Jaxpr, number: int) -> dict[int, Any]:
-    """The types of stand-ins, by place among the first `number` arguments."""
-    return {
-        i: x.aval.update(memory_space=jax.memory.Space.Device)
-        for i, x in enumerate(jaxpr.invars[:number])
-        if table.is_moved_in(jaxpr, x)
-    }
-
-
 def with_stand_ins(
+    program: jaxprs.Program, params: Sequence[jax.Array], rest: Sequence[jax.Array]
+) -> tuple[jaxprs.Program, Sequence[jax.Array], Sequence[jax.Array]]:
+    """A program of stand-ins for the parameters that are moved in, and its arguments."""
+    types = {
+        i: x.aval.update(memory_space=jax.memory.Space.Device)
+        for i, x in enumerate(program.jaxpr.invars[: len(params)])
+        if table.is_moved_in(program.jaxpr, x)
+    }
+    if not types:
+        return program, params, rest
+
+    def run(*args: jax.Array) -> list[Any]:
+        some, args = args[: len(params)], args[len(params) :]
+        here = jaxprs.put(some, types, args[: len(types)])
+        stand_ins = {i: some[i] for i in types}
+        return _with_stand_ins(program, [*here, *args[len(types) :]], stand_ins)
+
+    some = jaxprs.put(params, types, blank([*types.values()]))
+    rest = [*(params[i] for i in types), *rest]
+    return jaxprs.program_of(run, *some, *rest), some, rest
+
+
+def _with_stand_ins(
     program: jaxprs.Program, args: Sequence[Any], of: Mapping[int, jax.Array]
 ) -> list[Any]:
     """The results of a program, some of whose arguments have stand-ins, by place."""
@@ -387,7 +412,7 @@ def with_stand_ins(
 
         def inside(xs: Sequence[Any]) -> list[Any]:
             num = len(body.jaxpr.invars)
-            return with_stand_ins(body, xs[:num], dict(zip(its, xs[num:], strict=True)))
+            return _with_stand_ins(body, xs[:num], dict(zip(its, xs[num:], strict=True)))
 
         xs = [*values, *its.values()]
         if jaxprs.kind(equation) == "scan":

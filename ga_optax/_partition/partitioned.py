@@ -341,7 +341,8 @@ def _live(
     layouts, outvars = found["layouts"], closed.jaxpr.outvars
     records: Records = found["records"]
     live = jaxprs.live(closed.jaxpr.replace(outvars=outvars[: len(layouts)]))
-    if _meets(live, axis):
+    meets = _meets(live, axis)
+    if meets and found["scaled"]:
         outvars, layouts = _exact(outvars, layouts, found["scaled"])
         live = jaxprs.live(closed.jaxpr.replace(outvars=outvars))
     return Partitioned(
@@ -351,8 +352,8 @@ def _live(
         [x for x in records.notes if not isinstance(x, Drawn)],
         [Note(*x[:3]) for x in records.notes if isinstance(x, Drawn)],
         records.promised,
-        _meets(live, axis),
-        _in_gradient(live, axis, smooth),
+        meets,
+        _in_gradient(live, axis, smooth) if meets else None,
         jaxprs.num_readers(live, live.invars[-1]) > 0,
         records.failures,
         turns=records.turns,

@@ -334,10 +334,10 @@ class Writer:
             return self.interpret(program.jaxpr, program.consts, vs, self.gives(e))
         if (program := _in_two(e)) is not None:
             return self.interpret(program.jaxpr, program.consts, vs)
-        self.level = max((v.level for v in vs), default=0)
+        self.level = max([v.level for v in vs], default=0)
         vs = self.rules.operands(self, e, vs)
         results = self._applied(e, vs)
-        params, smooth = (any(getattr(v, a) for v in vs) for a in ("params", "smooth"))
+        params, smooth = True in [v.params for v in vs], True in [v.smooth for v in vs]
         smooth = smooth and e.primitive.name != "stop_gradient"
         return [
             Value(

@@ -478,8 +478,13 @@ def _value_of(literal: Any) -> tuple[Any, bytes]:
     return literal.aval, np.asarray(literal.val).tobytes()
 
 
+_forms: Any = weakref.WeakKeyDictionary()  # by program, which never changes
+
+
 def form(jaxpr: core.Jaxpr, without: Collection[str] = ()) -> Any:
     """A key that equal programs share, whatever their variables are called."""
+    if not without and jaxpr in _forms:
+        return _forms[jaxpr]
     numbers: dict[Any, int] = {}
 
     def number(x: Any) -> Any:
@@ -490,7 +495,8 @@ def form(jaxpr: core.Jaxpr, without: Collection[str] = ()) -> Any:
 
     args = new((*jaxpr.constvars, *jaxpr.invars))
     equations = [(key_of(e, number, without), new(e.outvars)) for e in jaxpr.eqns]
-    return args, tuple(equations), tuple(map(number, jaxpr.outvars))
+    found = args, tuple(equations), tuple(map(number, jaxpr.outvars))
+    return found if without else _forms.setdefault(jaxpr, found)
 
 
 def _form_of(x: Any, without: Collection[str]) -> Any:
@@ -668,7 +674,7 @@ def bind(
     pairs = zip(invars, values, strict=True)
     known = {v: x for v, x in pairs if not isinstance(v, core.Literal)}
     equations = [_without_results(e, known) for e in equations]
-    effects = frozenset().union(*(equation.effects for equation in equations))
+    effects = frozenset().union(*[equation.effects for equation in equations])
     program = jaxpr.replace(
         constvars=[],
         invars=list(known),

@@ -362,7 +362,7 @@ ADD_TO, WRITE, READ_OUT, NEW_REF = "addupdate", "swap", "freeze", "new_ref"
 PUT = "device_put"
 # Primitives of ours: `rowwise`, a window, gathered parts, and a call inside a loss.
 ROWWISE, WINDOW, GATHER_PARTS = "rowwise", "ga_optax_window", "ga_optax_gather"
-GRADIENTS = "ga_optax_value_and_grad"
+GRADIENTS, APART = "ga_optax_value_and_grad", "ga_optax_apart"
 
 Columns = dict[str, Any]
 OPEN: Columns = {"is_open": True}
@@ -468,7 +468,7 @@ _entry("scatter", _indexed, "", EXACT)
 _entry("scatter-mul scatter-max scatter-min", _indexed)
 _entry("scatter-add scatter-sub", _indexed, "", _in(0, 2))
 _entry("iota", None, "", EXACT)
-_entry("optimization_barrier tile", None, "", LINEAR)
+_entry(f"optimization_barrier {APART} tile", None, "", LINEAR)
 _entry("psum psum_invariant", None, "", LINEAR, PASSED)
 _entry("reduce_scatter", None, "", PASSED)
 _entry("random_wrap random_unwrap", "... _", "", OPEN)

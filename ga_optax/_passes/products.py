@@ -2,22 +2,24 @@
 
     total + float32(bfloat16(xᵀ·g))  ->  total + xᵀ·g
 
-Products that add to a sum; tables of constants, computed before the loop; equal
-equations, differentiated once, or computed once.
+Products that add to a sum; and backward passes, which differentiate equal equations
+once.
 """
 
 import collections
 import functools
+import operator
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core, source_info_util
+from jax.interpreters import ad, batching, mlir
 
-from . import about, jaxprs, primitives
+from . import jaxprs, primitives
 from .about import Facts, left_alone
 from .jaxprs import Program
 
@@ -135,8 +137,8 @@ class _Rewriter:
         if not sums and not refs:
             return [equation]
         name, entry = equation.primitive.name, primitives.entry_of(equation)
-        sliced = all(x.sliced for x in sums)
-        is_wide = any(x.wide for x in sums)
+        sliced, is_wide = [x.sliced for x in sums], [x.wide for x in sums]
+        sliced, is_wide = False not in sliced, is_wide != [None] * len(sums)
         if jaxprs.kind(equation) in _INLINED:
             return [self._call(equation, refs)]
         if name == primitives.PRODUCT or (is_wide and name == primitives.CONVOLUTION):
@@ -222,20 +224,24 @@ class _Rewriter:
         number = collections.Counter(x for some in operands.values() for x in some)
         new = {}
         for e in self.products:
-            outvars = self._widest(e.outvars)
-            casts = outvars != e.outvars
+            outvars, fences = self._widest(e.outvars), []
             shares = any(number[x] > 1 for x in operands[id(e)])
-            fences = shares and e.primitive.name == primitives.PRODUCT
-            if casts or fences:
-                key = jaxprs.key_of(e, lambda x: x.aval), casts, fences
-                if key not in self.calls:
-                    product = jax.jit(_product(e, casts, fences))
-                    [call] = jaxprs.traced(product, e.invars, outvars[0], e)
-                    self.calls[key] = call
-                ends = {"invars": e.invars, "outvars": outvars}
-                source = e.source_info
-                new[id(e)] = [self.calls[key].replace(source_info=source, **ends)]
+            if shares and e.primitive.name == primitives.PRODUCT:
+                fences = [_kept_apart(e, e.invars)]
+            product = e if outvars == e.outvars else self._wide_product(e, outvars[0])
+            if fences:
+                product = product.replace(invars=[*fences[0].outvars])
+            new[id(e)] = [*fences, product]
         return new
+
+    def _wide_product(self, equation: core.JaxprEqn, wide: Any) -> core.JaxprEqn:
+        """A product that comes out wide. Equal products are one function."""
+        key = jaxprs.key_of(equation, lambda x: x.aval)
+        if key not in self.calls:
+            product = jax.jit(_wide(equation))
+            [self.calls[key]] = jaxprs.traced(product, equation.invars, wide, equation)
+        ends = {"invars": equation.invars, "outvars": [wide]}
+        return self.calls[key].replace(source_info=equation.source_info, **ends)
 
 
 def _can_be_wide(jaxpr: core.Jaxpr, x: Any, sliced: bool) -> bool:
@@ -263,19 +269,15 @@ def _can_be_wide(jaxpr: core.Jaxpr, x: Any, sliced: bool) -> bool:
     return name in (primitives.SUM, primitives.SCATTER)
 
 
-def _product(
-    equation: core.JaxprEqn, casts: bool, fences: bool
-) -> Callable[..., jax.Array]:
-    """A product of matrices or images; `fences` keeps XLA from merging the product.
+def _wide(equation: core.JaxprEqn) -> Callable[..., jax.Array]:
+    """A product of matrices or images, whose result is wide.
 
-    If the result is wide (`casts`), the operands are cast on CPUs. XLA would do the
-    same, but forgets some casts if the result is transposed, and then cannot run the
-    program (jaxlib 0.10 to 0.12). Each product casts its own operands: a shared cast
-    would be kept, in float32, for as long as the last product reads the operand.
+    The operands are cast on CPUs. XLA would do the same, but forgets some casts if the
+    result is transposed, and then cannot run the program (jaxlib 0.10 to 0.12). Each
+    product casts its own operands: a shared cast would be kept, in float32, for as long
+    as the last product reads the operand.
     """
-    params = equation.params
-    if casts:
-        params = params | {"preferred_element_type": _WIDE}
+    params = equation.params | {"preferred_element_type": _WIDE}
 
     def direct(*operands: jax.Array) -> jax.Array:
         return equation.primitive.bind(*operands, **params)
@@ -283,13 +285,8 @@ def _product(
     def cast(*operands: jax.Array) -> jax.Array:
         return direct(*(x.astype(_WIDE) for x in _alone(operands)))
 
-    def fenced(*operands: jax.Array) -> jax.Array:
-        return direct(*_alone(operands))
-
     def product(*operands: jax.Array) -> jax.Array:
-        platforms = {"cpu": cast} if casts else {}
-        platforms |= {"cuda": fenced} if fences else {}
-        return jax.lax.platform_dependent(*operands, **platforms, default=direct)
+        return jax.lax.platform_dependent(*operands, cpu=cast, default=direct)
 
     return product
 
@@ -318,17 +315,8 @@ def _fenced(equation: core.JaxprEqn) -> list[core.JaxprEqn]:
     if _cublas_alone():
         return [equation]
     ref, x, *rest = equation.invars
-
-    def fenced(x: jax.Array) -> jax.Array:
-        # With the dimension that was sliced, or XLA does not add to the slice in place.
-        return _alone(x[None])[0]
-
-    def product(x: jax.Array) -> jax.Array:
-        return jax.lax.platform_dependent(x, cuda=fenced, default=lambda x: x)
-
-    new = core.Var(x.aval)
-    addition = equation.replace(invars=[ref, new, *rest])
-    return [*jaxprs.traced(product, [x], new, equation), addition]
+    fence = _kept_apart(equation, [x], sliced=True)
+    return [fence, equation.replace(invars=[ref, *fence.outvars, *rest])]
 
 
 def _cublas_alone() -> bool:
@@ -343,6 +331,45 @@ def _alone(operands: Any) -> Any:
     return jax.lax.optimization_barrier(operands)
 
 
+def _kept_apart(
+    at: core.JaxprEqn, xs: Sequence[Any], sliced: bool = False
+) -> core.JaxprEqn:
+    """An equation whose results are `xs`: a fence on GPUs, and nothing elsewhere.
+
+    With the dimension that was `sliced`, or XLA does not add to the slice in place.
+    """
+    new = at.replace(primitive=_apart(), params={"sliced": sliced}, invars=list(xs))
+    outvars = [core.Var(x.aval) for x in xs]
+    return new.replace(outvars=outvars, effects=core.no_effects)
+
+
+@functools.cache
+def _apart() -> core.Primitive:
+    """A primitive: JAX would trace, and lower, a conditional for each fence."""
+    new = core.Primitive(primitives.APART)
+    new.multiple_results = True
+
+    def on_gpus(*xs: jax.Array, sliced: bool) -> list[jax.Array]:
+        if sliced:
+            return [x[0] for x in _alone([x[None] for x in xs])]
+        return _alone(list(xs))
+
+    def same(*xs: Any, sliced: bool) -> list[Any]:
+        return list(xs)
+
+    new.def_impl(same)
+    new.def_abstract_eval(same)
+    mlir.register_lowering(new, lambda _, *xs, sliced: list(xs))
+    lowered = mlir.lower_fun(on_gpus, multiple_results=True)
+    mlir.register_lowering(new, lowered, platform="cuda")
+    ad.primitive_jvps[new] = lambda xs, dots, **params: (new.bind(*xs, **params), dots)
+    batching.primitive_batchers[new] = lambda xs, dims, **params: (
+        new.bind(*xs, **params),
+        dims,
+    )
+    return new
+
+
 def _is_low(x: Any) -> bool:
     """True if a variable is floating, of 16 bits or fewer."""
     dtype: Any = getattr(x.aval, "dtype", _WIDE)
@@ -354,306 +381,313 @@ def _widened(x: Any) -> core.Var:
     return core.Var(x.aval.update(dtype=_WIDE))
 
 
-# == Constants =========================================================================
-# Tables that a loss computes of constants alone, such as those of rotary positions.
-#
-# XLA hoists such a table out of a loop of several micro-batches. In a call of one
-# micro-batch, XLA fuses the table with its readers, and rounds in other places. So the
-# library computes the table before the loop in both.
-#
-# The pass hoists floating-point tables that are rounded. Numbers that are only moved or
-# compared, such as a mask, have the same bits anywhere, and are cheaper to compute
-# again. XLA computes scalars and arrays of equal numbers itself, when it compiles. The
-# pass looks into `jax.jit` and `jax.checkpoint`. Out of loops inside the loss XLA
-# hoists tables by itself, whatever is around the loops.
-
-# A value that depends on arguments; of constants alone: equal numbers, different
-# numbers, a table.
-_OTHER, _EQUAL, _COUNTED, _TABLE = range(-1, 3)
-# The parameters of a jitted function that have an entry for each argument.
-_ONE_EACH = ("in_shardings", "in_layouts", "donated_invars")
-
-
-def constants_hoisted(program: Program, facts: Facts) -> Program:
-    """The program with its tables among its constants."""
-    jaxpr, consts = program
-    split = _split(jaxpr, set())
-    if not split.tables:
-        return program
-    values = jaxprs.bind(jaxpr, split.hoisted, [], list(split.tables), [])
-    consts = [*consts, *map(jax.lax.optimization_barrier, values)]
-    variables = [*jaxpr.constvars, *split.tables.values()]
-    # In jax 0.12 a program without its constants has them among its arguments.
-    return Program(
-        jaxprs.closing_over(split.rest, variables, consts, jaxpr.invars), consts
-    )
-
-
-class _Split(NamedTuple):
-    """A program in two.
-
-    Attributes:
-      hoisted: equations of constants alone, which compute the tables.
-      tables: the variables of the tables, and those that the rest reads instead.
-      rest: the program without the hoisted equations.
-    """
-
-    hoisted: list[core.JaxprEqn]
-    tables: dict[Any, core.Var]
-    rest: core.Jaxpr
-
-
-def _split(jaxpr: core.Jaxpr, given: set[Any]) -> _Split:
-    """Takes the tables out of a program; `given` are arguments that are tables."""
-    grade = dict.fromkeys(given, _TABLE)  # of what depends on constants alone
-    hoisted: list[core.JaxprEqn] = []
-    tables: dict[Any, core.Var] = {}
-    rest: list[core.JaxprEqn] = []
-
-    def reads(x: Any) -> Any:
-        """The variable that has the value of `x` in the rest of the program."""
-        is_table = jaxprs.is_variable(x) and grade.get(x) == _TABLE and x not in given
-        return tables.setdefault(x, core.Var(x.aval)) if is_table else x
-
-    for equation in jaxpr.eqns:
-        ins, more = jaxprs.variables(equation.invars), []
-        grades = [grade.get(x, _OTHER) for x in ins]
-        highest = _OTHER if _OTHER in grades else max([_counts(equation), *grades])
-        if highest != _OTHER and about.is_known(equation):
-            hoisted.append(equation)
-            highest += highest == _COUNTED and _rounds(equation)
-            for x in equation.outvars:
-                grade[x] = highest if jaxprs.is_inexact(x) else min(highest, _COUNTED)
-            rest.append(equation)  # the rest may read results that are no tables
-            continue
-        if _takes_more(equation):
-            given_tables = {x for x in ins if grade.get(x) == _TABLE}
-            equation, lifted, more = _lifted(equation, given_tables)
-            hoisted += lifted
-            grade |= dict.fromkeys(more, _TABLE)
-        elif highest >= _COUNTED:
-            name = equation.primitive.name
-            left_alone(equation, f"a table is made by {name}, which is not known")
-        rest.append(
-            equation.replace(invars=list(map(reads, [*equation.invars, *more])))
-        )
-    outvars = list(map(reads, jaxpr.outvars))
-    if not tables:
-        return _Split([], {}, jaxpr)
-    new = jaxpr.replace(eqns=rest, outvars=outvars)
-    rest, _ = jaxprs.needed_for(
-        new, outvars, runs=lambda e: grade.keys().isdisjoint(e.outvars)
-    )
-    hoisted, _ = jaxprs.needed_for(jaxpr.replace(eqns=hoisted), tables)
-    return _Split(hoisted, tables, new.replace(eqns=rest))
-
-
-def _lifted(
-    equation: core.JaxprEqn, tables: set[Any]
-) -> tuple[core.JaxprEqn, list[core.JaxprEqn], list[Any]]:
-    """An equation without the tables of the program inside it.
-
-    Returns: the equation, which takes the tables as more arguments; the equations that
-    compute the tables, for the program around; and the variables of the tables there.
-    """
-    [inner] = jaxprs.inner_programs(equation)
-    pairs = list(zip(inner.invars, equation.invars, strict=True))
-    split = _split(inner, {v for v, x in pairs if jaxprs.is_among(x, tables)})
-    if not split.tables:
-        return equation, [], []
-    names = dict[Any, Any](pairs)
-    names |= {x: core.Var(x.aval) for e in split.hoisted for x in e.outvars}
-    rest = split.rest.replace(invars=[*inner.invars, *split.tables.values()])
-    equation = jaxprs.with_inner(equation, lambda _: rest)
-    params, more = equation.params, len(split.tables)
-    longer = {k: (*params[k], *params[k][:1] * more) for k in _ONE_EACH if k in params}
-    equation = equation.replace(params=params | longer)
-    return (
-        equation,
-        jaxprs.renamed(split.hoisted, names),
-        jaxprs.rename(split.tables, names),
-    )
-
-
-def _takes_more(equation: core.JaxprEqn) -> bool:
-    """True if an equation can get more arguments: all have the same parameters."""
-    params = [equation.params.get(key, ()) for key in _ONE_EACH]
-    alike = all(x == entries[0] for entries in params for x in entries)
-    return jaxprs.is_inline(equation) and alike
-
-
-def _counts(equation: core.JaxprEqn) -> bool:
-    """True if an equation makes different numbers. XLA folds arrays of equal ones."""
-    return any(e.primitive.name == "iota" for e in jaxprs.within(equation))
-
-
-def _rounds(equation: core.JaxprEqn) -> bool:
-    """True if an equation rounds floating-point numbers, and does not only move."""
-    return any(
-        not jaxprs.inner_programs(e)
-        and not primitives.entry_of(e).is_exact
-        and any(map(jaxprs.is_inexact, e.outvars))
-        for e in jaxprs.within(equation)
-    )
-
-
-# == Repeats ===========================================================================
-# Equations that repeat, which JAX then differentiates once.
+# == Backward passes ===================================================================
+# The gradient of a program, in which equal equations are differentiated once.
 #
 # Each layer of a model has the equations of the layer before, and JAX applies the rule
-# of a primitive to every equation. A jitted function it differentiates once, and keeps
-# the result. So equal equations become calls of one jitted function, which JAX inlines:
-# the program of the gradient is the same, and is traced in less time.
+# of a primitive to every equation, which takes most of the time of a trace. Here JAX
+# differentiates each kind of equation once, all kinds in one trace, and the equations
+# there and back are copied for its equals. The result is the program of `jax.vjp`:
+# cotangents are added in the same order.
 
-_FEW = 3  # equal equations: a function takes as long as the rules of two
-
-
-def repeats_called(program: Program, facts: Facts) -> Program:
-    """The program with calls in place of equations that repeat."""
-    jaxpr = program.jaxpr
-    keys = {id(e): _key(e) for e in jaxpr.eqns}
-    number = collections.Counter(keys.values())
-    calls: dict[Any, core.JaxprEqn | None] = {}
-
-    def change(equation: core.JaxprEqn) -> list[core.JaxprEqn]:
-        key = keys[id(equation)]
-        if key is None or number[key] < _FEW:
-            return [equation]
-        if isinstance(key, str):
-            left_alone(equation, key)
-            return [equation]
-        if key not in calls:
-            calls[key] = _as_call(jaxpr, equation)
-        if (call := calls[key]) is None:
-            left_alone(equation, "a function would give results of other types")
-            return [equation]
-        how = {"primitive": call.primitive, "params": call.params}
-        return [equation.replace(invars=jaxprs.variables(equation.invars), **how)]
-
-    return program._replace(jaxpr=jaxprs.changed(jaxpr, change))
+Pull = Callable[[jax.Array], list[jax.Array]]
 
 
-def _key(equation: core.JaxprEqn) -> Any:
-    """A value that equal equations share; a sentence for an equation that must stay.
+def with_pullback(
+    program: Program, params: Sequence[Any], rest: Sequence[Any]
+) -> tuple[list[Any], Pull]:
+    """The results of a program, and the pullback of the first one to `params`.
 
-    None for a call, and for an equation without operands: these cost no rule.
+    These are its first arguments, and `rest` are the others.
     """
-    operands, name = jaxprs.variables(equation.invars), equation.primitive.name
-    if not operands or jaxprs.kind(equation) == "call":
-        return None
-    if not about.is_built_in(equation):
-        return f"{name} is not known"
-    if len(set(operands)) < len(operands):
-        # A function would add up the cotangents of the value in another order.
-        return f"{name} reads a value twice"
-    return jaxprs.key_of(equation, lambda x: x.aval)
+    jaxpr, first = jaxprs.without_constants(program.jaxpr), len(program.consts)
+    way = _Backward(jaxpr, jaxpr.invars[first : first + len(params)])
+    there, back, gives = way.both_ways()
+    consts, number = list(way.consts.values()), len(jaxpr.outvars)
+    out = inserted(there, [*consts, *program.consts, *params, *rest])
+
+    def pull(cotangent: jax.Array) -> list[jax.Array]:
+        grads = iter(inserted(back, [*consts, *out[number:], cotangent]))
+        pairs = zip(params, gives, strict=True)
+        return [next(grads) if given else jnp.zeros_like(x) for x, given in pairs]
+
+    return out[:number], pull
 
 
-def _as_call(jaxpr: core.Jaxpr, equation: core.JaxprEqn) -> core.JaxprEqn | None:
-    """A call, which JAX inlines, of a jitted function that is the equation.
+_INSERTED = "ga_optax_inserted"  # the name of a function that `opened` opens
 
-    None if the results of the function have other types, as those of a sharding
-    constraint in a region may.
+
+def inserted(jaxpr: core.Jaxpr, args: Sequence[Any]) -> list[Any]:
+    """The results of a program without constants, which becomes a part of another.
+
+    It is traced as one function, until the program around is `opened`: to run equations
+    that exist already JAX would infer all types anew.
     """
-    operands, results = jaxprs.variables(equation.invars), equation.outvars
-    # Inlined, the equation has the name and the line of each call.
-    bare = equation.replace(source_info=source_info_util.new_source_info())
-
-    def called(*values: Any) -> list[Any]:
-        return jaxprs.bind(jaxpr, [bare], operands, results, values)
-
-    program = jaxprs.program_of(jax.jit(called), *(x.aval for x in operands))
-    [call] = program.jaxpr.eqns
-    if [x.aval for x in call.outvars] != [x.aval for x in results]:
-        return None
-    inline = call.params["inline"]
-    early = getattr(type(inline), "JAX_EARLY", True)  # an enumeration since jax 0.11
-    return call.replace(params=call.params | {"inline": early})
+    [call] = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).jaxpr.eqns
+    params = dict(call.params)
+    for end, n in (("in", len(args)), ("out", len(jaxpr.outvars))):
+        both = f"{end}_shardings", f"{end}_layouts"
+        params |= {name: params[name][:1] * n for name in both}
+    params |= {"jaxpr": core.ClosedJaxpr(jaxpr, []), "name": _INSERTED}
+    params |= {"donated_invars": (False,) * len(args)}
+    return call.primitive.bind(*args, **params)
 
 
-# == Duplicates ========================================================================
-# A program that computes nothing twice.
-#
-# XLA merges equal operations early in a program for several devices, and late in a
-# program for a single device. A division by a value that is used twice, for instance,
-# stays a division in the first program, and becomes a product with the reciprocal in
-# the second. A program without equal operations is compiled alike for both.
+def opened(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """The program with the equations of programs that were `inserted`, in loops too."""
+    names, new = dict[Any, Any](), list[core.JaxprEqn]()
+    for e in jaxpr.eqns:
+        e = e.replace(invars=jaxprs.rename(e.invars, names)) if names else e
+        if e.primitive.name in ("scan", "cond"):
+            e = jaxprs.with_inner(e, opened)
+        if e.params.get("name") != _INSERTED:
+            new.append(e)
+            continue
+        [program], stack = jaxprs.inner_programs(e), e.source_info.name_stack
+        names.update(zip(program.invars, e.invars, strict=True))
+        for x in program.eqns:
+            source = x.source_info.replace(name_stack=stack + x.source_info.name_stack)
+            ins = jaxprs.rename(x.invars, names)
+            new.append(x.replace(invars=ins, source_info=source))
+        outs = jaxprs.rename(program.outvars, names)
+        names.update(zip(e.outvars, outs, strict=True))
+    same = jaxprs.with_equations(jaxpr, new)
+    outs = jaxprs.rename(jaxpr.outvars, names)
+    return same.replace(outvars=outs) if names else same
 
 
-def duplicates_merged(program: Program, facts: Facts) -> Program:
-    """A program without inner `jit`s, where equal equations are one, also in loops."""
-    return program._replace(jaxpr=_merged(program.jaxpr))
+class _Part(NamedTuple):
+    """A part of a program: equations, and the variables that it takes and returns."""
+
+    eqns: Sequence[core.JaxprEqn]
+    ins: Sequence[Any]
+    outs: Sequence[Any]
+
+    def copied(
+        self, args: Sequence[Any], at: core.JaxprEqn, to: list[core.JaxprEqn]
+    ) -> list[Any]:
+        """Appends the equations to others, for other arguments; returns the results.
+
+        They have the line of the equation `at`.
+        """
+        names, source = dict(zip(self.ins, args, strict=True)), at.source_info
+        for e in self.eqns:
+            outvars = [core.Var(x.aval) for x in e.outvars]
+            stack = source.name_stack + e.source_info.name_stack
+            new = e.replace(invars=jaxprs.rename(e.invars, names), outvars=outvars)
+            to.append(new.replace(source_info=source.replace(name_stack=stack)))
+            names.update(zip(e.outvars, outvars, strict=True))
+        return jaxprs.rename(self.outs, names)
 
 
-def _merged(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    equations: list[core.JaxprEqn] = []
-    results: dict[Any, list[core.Var]] = {}  # by what equal equations have in common
-    merge_inner = functools.cache(_merged)  # a program that is run twice stays one
-
-    def append(key: Any, avals: Any, equation: core.JaxprEqn) -> list[core.Var]:
-        """The results of an equation, or of an equal one that is there already."""
-        if key is None or key not in results:
-            results[key] = list(map(core.Var, avals))
-            equations.append(equation.replace(outvars=results[key]))
-        return results[key]
-
-    def broadcast(x: Any, like: Any, at: core.JaxprEqn) -> Any:
-        """`x` in the shape of a result: otherwise every reader would broadcast `x`."""
-        if isinstance(x, core.Literal) or x.aval.shape == like.shape:
-            return x
-        place = like.sharding if any(like.sharding.spec) else None
-        aval = x.aval.update(shape=like.shape, sharding=like.sharding)
-
-        def broadcasted(y: jax.Array) -> jax.Array:
-            dims = range(y.ndim)
-            return jax.lax.broadcast_in_dim(y, like.shape, dims, out_sharding=place)
-
-        [new] = jaxprs.traced(broadcasted, [x], core.Var(aval), at)
-        return append((x, like.shape), [aval], new)[0]
-
-    def visit(jaxpr: core.Jaxpr, names: dict[Any, Any]) -> list[Any]:
-        """Appends the equations; `names` maps old variables to new ones."""
-        for old in jaxpr.eqns:
-            equation = old.replace(invars=jaxprs.rename(old.invars, names))
-            if primitives.entry_of(equation).broadcasts and len(equation.invars) > 1:
-                aval = old.outvars[0].aval
-                invars = [broadcast(x, aval, old) for x in equation.invars]
-                equation = equation.replace(invars=invars)
-            if _is_inlined(equation):
-                [inner] = jaxprs.inner_programs(equation)
-                pairs = zip(inner.invars, equation.invars, strict=True)
-                outvars = visit(inner, dict(pairs))
-            else:
-                if jaxprs.kind(equation) not in (None, "call"):
-                    equation = jaxprs.with_inner(equation, merge_inner)
-                avals = [v.aval for v in equation.outvars]
-                outvars = append(_key_of_equation(equation), avals, equation)
-            names.update(zip(old.outvars, outvars, strict=True))
-        return jaxprs.rename(jaxpr.outvars, names)
-
-    outvars = visit(jaxpr, {})
-    return jaxpr.replace(eqns=equations, outvars=outvars)
+# A key that equal equations share; the operands that may get a cotangent, and the
+# results that have one, by number.
+_Kind = tuple[Any, tuple[int, ...], tuple[int, ...]]
 
 
-def _is_inlined(equation: core.JaxprEqn) -> bool:
-    """True for a `jit` without shardings or constants, which only names a program."""
-    if jaxprs.kind(equation) != "call":
-        return False
-    [inner] = jaxprs.inner(equation)
-    places = [equation.params.get(k, ()) for k in ("in_shardings", "out_shardings")]
-    is_placed = any(type(x).__name__ != "UnspecifiedValue" for p in places for x in p)
-    if is_placed or inner.consts:
-        left_alone(equation, "a jitted function with shardings or constants")
-    return not (is_placed or inner.consts)
+class _BothWays(NamedTuple):
+    """A kind of equation there and back.
+
+    Attributes:
+      there: takes the operands; returns the results, then what the way back reads.
+      back: takes what it reads, and cotangents; returns gradients.
+      gives: for each gradient, False if it is zero.
+    """
+
+    there: _Part
+    back: _Part
+    gives: Sequence[bool]
 
 
-def _key_of_equation(equation: core.JaxprEqn) -> Any:
-    """A key that equal equations share; None for an equation that has no equal."""
-    variables = *equation.invars, *equation.outvars
-    if any(map(jaxprs.is_reference, variables)):
-        return None
-    if equation.effects or equation.primitive.name == "rng_uniform":
-        if jaxprs.kind(equation) is None:  # equations inside are logged by themselves
-            left_alone(equation, f"{equation.primitive.name} does more than compute")
-        return None
-    return jaxprs.key_of(equation, lambda x: x)
+class _Backward:
+    """Writes a program there and back.
+
+    Attributes:
+      jaxpr: the program.
+      wrt: the arguments to differentiate with respect to.
+      moving: the variables through which the first result depends on these.
+      kinds: by its id, the kind of an equation that such variables go through, if all
+        results that may have a cotangent have one.
+      ways: the kinds that are known there and back.
+      consts: the constants of these.
+      sums: the addition of two cotangents, by their types.
+    """
+
+    def __init__(self, jaxpr: core.Jaxpr, wrt: Sequence[Any]) -> None:
+        self.jaxpr, self.wrt = jaxpr, wrt
+        self.kinds: dict[int, _Kind] = {}
+        self.ways: dict[_Kind, _BothWays] = {}
+        self.consts: dict[Any, Any] = {}
+        self.sums: dict[Any, _Part] = {}
+        moved = jaxprs.moved_by(jaxpr, jaxpr.outvars[:1])
+        self.moving = moved.intersection(wrt)
+        kinds: dict[_Kind, core.JaxprEqn] = {}
+        for e in jaxpr.eqns:
+            outs = moved.intersection(e.outvars)
+            if outs and not self.moving.isdisjoint(jaxprs.variables(e.invars)):
+                self.moving |= outs
+                key = jaxprs.key_of(e, operator.attrgetter("aval"))
+                self.kinds[id(e)] = kind = self._kind(e, key, outs)
+                kinds[kind] = e
+        self._learn(kinds)
+
+    def both_ways(self) -> tuple[core.Jaxpr, core.Jaxpr, list[bool]]:
+        """The program there, the program back, and whether it gives each gradient.
+
+        Both take the constants first. The program there returns more results, which the
+        program back takes before the cotangent.
+        """
+        jaxpr, kinds, names = self.jaxpr, self._kinds(), dict[Any, Any]()
+        there: list[core.JaxprEqn] = []
+        left: dict[int, list[Any]] = {}  # what the way back reads
+        for e in jaxpr.eqns:
+            ins = jaxprs.rename(e.invars, names)
+            if id(e) not in kinds:
+                there.append(e.replace(invars=ins))
+                continue
+            pairs = zip(ins, e.invars, strict=True)
+            args = [x for x, old in pairs if not isinstance(old, core.Literal)]
+            out = self.ways[kinds[id(e)]].there.copied(args, e, there)
+            names.update(zip(e.outvars, out, strict=False))
+            left[id(e)] = out[len(e.outvars) :]
+        back, seed, grads = self._back(kinds, left)
+        given = [g for g in grads if g is not None]
+        ins = [x for e in back for x in e.invars]
+        reads = {x for x in ins if not isinstance(x, core.Literal)}
+        free = reads.difference(*[e.outvars for e in back])
+        way = _flat(jaxpr, [], given, back)
+        back, reads = jaxprs.needed_for(way, given, free.__contains__)
+        more = [x for x in reads if x is not seed and x not in self.consts]
+        outs = [*jaxprs.rename(jaxpr.outvars, names), *more]
+        return (
+            _flat(jaxpr, [*self.consts, *jaxpr.invars], outs, there),
+            _flat(jaxpr, [*self.consts, *more, seed], given, back),
+            [g is not None for g in grads],
+        )
+
+    def _kind(self, equation: core.JaxprEqn, key: Any, cotangents: set[Any]) -> _Kind:
+        """The kind of an equation if results among some variables have cotangents."""
+        ins, outs = enumerate(equation.invars), enumerate(equation.outvars)
+        moving, literal = self.moving, core.Literal
+        wrt = [i for i, x in ins if not isinstance(x, literal) and x in moving]
+        given = [i for i, x in outs if x in cotangents]
+        return key, tuple(wrt), tuple(given)
+
+    def _kinds(self) -> dict[int, _Kind]:
+        """The kind of each equation on the way back, by its id."""
+        cotangents, kinds = set(jaxprs.variables(self.jaxpr.outvars[:1])), {}
+        for e in reversed(self.jaxpr.eqns):
+            if id(e) in self.kinds and not cotangents.isdisjoint(e.outvars):
+                kind = self.kinds[id(e)]
+                if not cotangents.issuperset([e.outvars[i] for i in kind[2]]):
+                    kind = self._kind(e, kind[0], cotangents)
+                if kind not in self.ways:
+                    self._learn({kind: e})
+                kinds[id(e)] = kind
+                pairs = zip(kind[1], self.ways[kind].gives, strict=True)
+                cotangents.update([e.invars[i] for i, gives in pairs if gives])
+        return kinds
+
+    def _back(self, kinds: Any, left: Any) -> tuple[list[core.JaxprEqn], Any, Any]:
+        """The equations back, the first cotangent, and the gradients; None for zero."""
+        result: Any = self.jaxpr.outvars[0]
+        seed, back = core.Var(result.aval), list[core.JaxprEqn]()
+        is_literal = isinstance(result, core.Literal)
+        found: dict[Any, Any] = {} if is_literal else {result: seed}
+        for e in reversed(self.jaxpr.eqns):
+            if id(e) not in kinds:
+                continue
+            way, (_, wrt, given) = self.ways[kinds[id(e)]], kinds[id(e)]
+            cotangents = [found.pop(e.outvars[i]) for i in given]
+            grads = way.back.copied([*left[id(e)], *cotangents], e, back)
+            triples = list(zip(wrt, way.gives, grads, strict=True))
+            for i, gives, g in triples[::-1]:  # JAX transposes the last part first
+                x = e.invars[i]
+                if gives:
+                    found[x] = self._sum(found[x], g, e, back) if x in found else g
+        return back, seed, [found.get(x) for x in self.wrt]
+
+    def _sum(self, x: Any, y: Any, at: core.JaxprEqn, to: list[core.JaxprEqn]) -> Any:
+        """The sum of two cotangents."""
+        if (types := (x.aval, y.aval)) not in self.sums:
+            jaxpr = jaxprs.program_of(ad.add_jaxvals, *types).jaxpr
+            self.sums[types] = _Part(jaxpr.eqns, jaxpr.invars, jaxpr.outvars)
+        return self.sums[types].copied([x, y], at, to)[0]
+
+    def _learn(self, kinds: dict[_Kind, core.JaxprEqn]) -> None:
+        """Has JAX differentiate kinds of equations, all at once."""
+        cases: list[tuple[core.JaxprEqn, list[Any], int]] = []
+        types, moving, seeds = list[Any](), list[int](), list[int]()
+        for (_, wrt, given), e in kinds.items():
+            ins = [
+                x if isinstance(x, core.Literal) else core.Var(x.aval) for x in e.invars
+            ]
+            source = source_info_util.new_source_info()  # each copy has its own
+            operands, at = jaxprs.variables(ins), len(types)
+            cases.append((e.replace(invars=ins, source_info=source), operands, at))
+            moving += [at + operands.index(ins[i]) for i in wrt]
+            types += [x.aval for x in [*operands, *[e.outvars[i] for i in given]]]
+            seeds += range(at + len(operands), len(types))
+
+        def every(*xs: Any) -> list[Any]:
+            def of_moving(*some: Any) -> tuple[list[Any], list[list[Any]]]:
+                new, outs, smooth = jaxprs.put(xs, moving, some), [], []
+                for (e, ins, at), (*_, given) in zip(cases, kinds, strict=True):
+                    values = new[at : at + len(ins)]
+                    out = jaxprs.bind(self.jaxpr, [e], ins, e.outvars, values)
+                    outs, smooth = [*outs, *out], [*smooth, *[out[i] for i in given]]
+                return smooth, outs
+
+            _, pull, outs = jax.vjp(of_moving, *[xs[i] for i in moving], has_aux=True)
+            return [*outs, *pull([xs[i] for i in seeds])]
+
+        closed: Any = jax.make_jaxpr(every)(*types)
+        jaxpr, results = closed.jaxpr, closed.jaxpr.outvars
+        self.consts.update(zip(jaxpr.constvars, closed.consts, strict=True))
+        later = jaxprs.following(jaxpr, [jaxpr.invars[i] for i in seeds])
+        n, m = 0, sum([len(e.outvars) for e, *_ in cases])  # of results, of gradients
+        for kind, (e, ins, at) in zip(kinds, cases, strict=True):
+            operands = jaxpr.invars[at : at + len(ins) + len(kind[2])]
+            outs, grads = results[n:][: len(e.outvars)], results[m:][: len(kind[1])]
+            self.ways[kind] = _in_two(jaxpr, later, operands, outs, grads)
+            n, m = n + len(outs), m + len(grads)
+
+
+def _in_two(
+    jaxpr: core.Jaxpr, later: set[Any], operands: list[Any], outs: Any, grads: Any
+) -> _BothWays:
+    """A kind there and back, of a program that has many.
+
+    `later` are the cotangents, and all that depends on them. A gradient need not: a
+    rule of the user's may return constants.
+    """
+    known = set(operands).__contains__
+    eqns, _ = jaxprs.needed_for(jaxpr, [*outs, *grads], known)
+    back = [e for e in eqns if not later.isdisjoint(e.outvars)]
+    reads = jaxprs.variables([*[x for e in back for x in e.invars], *grads])
+    fixed = later.union(jaxpr.constvars)
+    left = list(dict.fromkeys([x for x in reads if x not in fixed]))
+    ins = [x for x in operands if x not in later]
+    cotangents = [x for x in operands if x in later]
+    return _BothWays(
+        _Part([e for e in eqns if later.isdisjoint(e.outvars)], ins, [*outs, *left]),
+        _Part(back, [*left, *cotangents], grads),
+        [jaxprs.is_among(x, later) or not _is_zero(jaxpr, x) for x in grads],
+    )
+
+
+def _is_zero(jaxpr: core.Jaxpr, x: Any) -> bool:
+    """True for the gradient of what has no gradient, as JAX makes it."""
+    maker = jaxprs.made_by(jaxpr, x)
+    if maker is not None and maker.primitive.name == "broadcast_in_dim":
+        x = maker.invars[0]
+    return isinstance(x, core.Literal) and not np.any(x.val)
+
+
+def _flat(
+    jaxpr: core.Jaxpr, ins: Sequence[Any], outs: Sequence[Any], eqns: Sequence[Any]
+) -> core.Jaxpr:
+    """A program of other equations, without constants."""
+    effects = frozenset().union(*[e.effects for e in eqns])
+    new = jaxpr.replace(eqns=list(eqns), outvars=list(outs), effects=effects)
+    return jaxprs.closing_over(new, [], [], list(ins))

@@ -10,8 +10,8 @@
 | sharded `fun` | gathered   | same to rounding     | gathers parameters at their use |
 | sharded `fun` | shards     | same to rounding     | gathers other arrays at their   |
 |               |            |                      | use                             |
-| a micro-step  | repeats    | same program         | differentiates equations that   |
-|               |            |                      | are alike once                  |
+| a micro-step  | backward   | same program         | differentiates equations that   |
+|               |            |                      | are alike once: `with_pullback` |
 | the loop      | products   | rounded once         | adds sums of products before    |
 |               |            |                      | they are rounded                |
 | the loop      | duplicates | same bits on any     | computes nothing twice          |
@@ -20,12 +20,12 @@
 No program needs a pass to be right: with `optimize=False` none runs.
 
 Before the table stand the passes on parameters: how a gradient arrives, casts, and
-parameters on a mesh that are cast or gathered where they are used.
+parameters on a mesh that are cast or gathered where they are used; and the constants.
 """
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -439,6 +439,149 @@ def _looked_up(
     ]
 
 
+# == Constants =========================================================================
+# Tables that a loss computes of constants alone, such as those of rotary positions.
+#
+# XLA hoists such a table out of a loop of several micro-batches. In a call of one
+# micro-batch, XLA fuses the table with its readers, and rounds in other places. So the
+# library computes the table before the loop in both.
+#
+# The pass hoists floating-point tables that are rounded. Numbers that are only moved or
+# compared, such as a mask, have the same bits anywhere, and are cheaper to compute
+# again. XLA computes scalars and arrays of equal numbers itself, when it compiles. The
+# pass looks into `jax.jit` and `jax.checkpoint`. Out of loops inside the loss XLA
+# hoists tables by itself, whatever is around the loops.
+
+# A value that depends on arguments; of constants alone: equal numbers, different
+# numbers, a table.
+_OTHER, _EQUAL, _COUNTED, _TABLE = range(-1, 3)
+# The parameters of a jitted function that have an entry for each argument.
+_ONE_EACH = ("in_shardings", "in_layouts", "donated_invars")
+
+
+def constants_hoisted(program: Program, facts: Facts) -> Program:
+    """The program with its tables among its constants."""
+    jaxpr, consts = program
+    split = _split(jaxpr, set())
+    if not split.tables:
+        return program
+    values = jaxprs.bind(jaxpr, split.hoisted, [], list(split.tables), [])
+    consts = [*consts, *map(jax.lax.optimization_barrier, values)]
+    variables = [*jaxpr.constvars, *split.tables.values()]
+    # In jax 0.12 a program without its constants has them among its arguments.
+    return Program(
+        jaxprs.closing_over(split.rest, variables, consts, jaxpr.invars), consts
+    )
+
+
+class _Split(NamedTuple):
+    """A program in two.
+
+    Attributes:
+      hoisted: equations of constants alone, which compute the tables.
+      tables: the variables of the tables, and those that the rest reads instead.
+      rest: the program without the hoisted equations.
+    """
+
+    hoisted: list[core.JaxprEqn]
+    tables: dict[Any, core.Var]
+    rest: core.Jaxpr
+
+
+def _split(jaxpr: core.Jaxpr, given: set[Any]) -> _Split:
+    """Takes the tables out of a program; `given` are arguments that are tables."""
+    grade = dict.fromkeys(given, _TABLE)  # of what depends on constants alone
+    hoisted: list[core.JaxprEqn] = []
+    tables: dict[Any, core.Var] = {}
+    rest: list[core.JaxprEqn] = []
+
+    def reads(x: Any) -> Any:
+        """The variable that has the value of `x` in the rest of the program."""
+        is_table = jaxprs.is_variable(x) and grade.get(x) == _TABLE and x not in given
+        return tables.setdefault(x, core.Var(x.aval)) if is_table else x
+
+    for equation in jaxpr.eqns:
+        ins, more = jaxprs.variables(equation.invars), []
+        grades = [grade.get(x, _OTHER) for x in ins]
+        highest = _OTHER if _OTHER in grades else max([_counts(equation), *grades])
+        if highest != _OTHER and about.is_known(equation):
+            hoisted.append(equation)
+            highest += highest == _COUNTED and _rounds(equation)
+            for x in equation.outvars:
+                grade[x] = highest if jaxprs.is_inexact(x) else min(highest, _COUNTED)
+            rest.append(equation)  # the rest may read results that are no tables
+            continue
+        if _takes_more(equation):
+            given_tables = {x for x in ins if grade.get(x) == _TABLE}
+            equation, lifted, more = _lifted(equation, given_tables)
+            hoisted += lifted
+            grade |= dict.fromkeys(more, _TABLE)
+        elif highest >= _COUNTED:
+            name = equation.primitive.name
+            left_alone(equation, f"a table is made by {name}, which is not known")
+        rest.append(
+            equation.replace(invars=list(map(reads, [*equation.invars, *more])))
+        )
+    outvars = list(map(reads, jaxpr.outvars))
+    if not tables:
+        return _Split([], {}, jaxpr)
+    new = jaxpr.replace(eqns=rest, outvars=outvars)
+    rest, _ = jaxprs.needed_for(
+        new, outvars, runs=lambda e: grade.keys().isdisjoint(e.outvars)
+    )
+    hoisted, _ = jaxprs.needed_for(jaxpr.replace(eqns=hoisted), tables)
+    return _Split(hoisted, tables, new.replace(eqns=rest))
+
+
+def _lifted(
+    equation: core.JaxprEqn, tables: set[Any]
+) -> tuple[core.JaxprEqn, list[core.JaxprEqn], list[Any]]:
+    """An equation without the tables of the program inside it.
+
+    Returns: the equation, which takes the tables as more arguments; the equations that
+    compute the tables, for the program around; and the variables of the tables there.
+    """
+    [inner] = jaxprs.inner_programs(equation)
+    pairs = list(zip(inner.invars, equation.invars, strict=True))
+    split = _split(inner, {v for v, x in pairs if jaxprs.is_among(x, tables)})
+    if not split.tables:
+        return equation, [], []
+    names = dict[Any, Any](pairs)
+    names |= {x: core.Var(x.aval) for e in split.hoisted for x in e.outvars}
+    rest = split.rest.replace(invars=[*inner.invars, *split.tables.values()])
+    equation = jaxprs.with_inner(equation, lambda _: rest)
+    params, more = equation.params, len(split.tables)
+    longer = {k: (*params[k], *params[k][:1] * more) for k in _ONE_EACH if k in params}
+    equation = equation.replace(params=params | longer)
+    return (
+        equation,
+        jaxprs.renamed(split.hoisted, names),
+        jaxprs.rename(split.tables, names),
+    )
+
+
+def _takes_more(equation: core.JaxprEqn) -> bool:
+    """True if an equation can get more arguments: all have the same parameters."""
+    params = [equation.params.get(key, ()) for key in _ONE_EACH]
+    alike = all(x == entries[0] for entries in params for x in entries)
+    return jaxprs.is_inline(equation) and alike
+
+
+def _counts(equation: core.JaxprEqn) -> bool:
+    """True if an equation makes different numbers. XLA folds arrays of equal ones."""
+    return any(e.primitive.name == "iota" for e in jaxprs.within(equation))
+
+
+def _rounds(equation: core.JaxprEqn) -> bool:
+    """True if an equation rounds floating-point numbers, and does not only move."""
+    return any(
+        not jaxprs.inner_programs(e)
+        and not primitives.entry_of(e).is_exact
+        and any(map(jaxprs.is_inexact, e.outvars))
+        for e in jaxprs.within(equation)
+    )
+
+
 # == All passes ========================================================================
 
 
@@ -447,8 +590,7 @@ class Pass(NamedTuple):
 
     Attributes:
       name: the name in warnings and in the log.
-      scope: the programs that it changes: "fun", "sharded fun", "micro-step" (what is
-        differentiated) or "loop".
+      scope: the programs that it changes: "fun", "sharded fun" or "loop".
       law: what the results of the new program equal, and how exactly.
       change: returns a program that does the same.
       applies: True if the pass has something to do in a call.
@@ -462,7 +604,7 @@ class Pass(NamedTuple):
 
 
 PASSES = (
-    Pass("constants", "fun", "same bits in every grouping", products.constants_hoisted),
+    Pass("constants", "fun", "same bits in every grouping", constants_hoisted),
     Pass("casts", "fun", "same bits", casts_sunk, lambda facts: facts.adds_in_place),
     Pass(
         "narrowed",
@@ -479,13 +621,12 @@ PASSES = (
         shards.gathered_at_use,
         lambda facts: bool(facts.devices.shards),
     ),
-    Pass("repeats", "micro-step", "same program", products.repeats_called),
     Pass("products", "loop", "rounded once", products.added_in_products),
     Pass(
         "duplicates",
         "loop",
         "same bits on any number of devices",
-        products.duplicates_merged,
+        shards.duplicates_merged,
         lambda facts: facts.devices.logical > 0,
     ),
 )
@@ -494,19 +635,46 @@ _failed: set[str] = set()
 
 def run_scope(scope: str, program: Program, facts: Facts) -> Program:
     """The program after all passes of a scope that apply, but those that raise."""
+    if scope == "loop":
+        program = program._replace(jaxpr=products.opened(program.jaxpr))
     for change in PASSES:
         if change.scope == scope and change.applies(facts):
             try:
                 with about.log_of_pass(change.name):
                     new = change.change(program, facts)
-                if _types(new) != _types(program):
+                same = new.jaxpr is program.jaxpr
+                if not same and _types(new) != _types(program):
                     raise TypeError("the results have other types")
                 program = new
             except Exception as error:  # Any: what JAX will change is not known.
                 if about.is_of_user(error):
                     raise
-                _warn(change, error)
+                _warn(change.name, change.law, error)
     return program
+
+
+def with_pullback(
+    program: Program, params: Sequence[Any], rest: Sequence[Any], alike: bool
+) -> tuple[jax.Array, Any, list[jax.Array]]:
+    """The first result of a program, the pullback to `params`, and the other results.
+
+    As by `jax.vjp`. Equations that are `alike` are differentiated once, in a program
+    without effects.
+    """
+    if alike and not program.jaxpr.effects:
+        try:
+            [loss, *more], pull = products.with_pullback(program, params, rest)
+            return loss, pull, list(map(jax.numpy.asarray, more))
+        except Exception as error:  # Any: what JAX will change is not known.
+            if about.is_of_user(error):
+                raise
+            _warn("backward", "same program", error)
+
+    def evaluate(*params: jax.Array) -> tuple[jax.Array, list[Any]]:
+        loss, *more = jaxprs.results(program, [*params, *rest])
+        return loss, list(map(jax.numpy.asarray, more))  # an aux may be a plain number
+
+    return jax.vjp(evaluate, *params, has_aux=True)
 
 
 def _types(program: Program) -> list[Any]:
@@ -514,13 +682,13 @@ def _types(program: Program) -> list[Any]:
     return [(aval.shape, aval.dtype) for aval in avals]
 
 
-def _warn(change: Pass, error: Exception) -> None:
+def _warn(name: str, law: str, error: Exception) -> None:
     """Warns of a pass that failed, once for each pass."""
-    if change.name in _failed:
+    if name in _failed:
         return
-    _failed.add(change.name)
+    _failed.add(name)
     warnings.warn(
-        f"The pass {change.name!r} of ga_optax ({change.law}) failed with jax "
+        f"The pass {name!r} of ga_optax ({law}) failed with jax "
         f"{jax.__version__}: {type(error).__name__}: {error}. The call goes on without "
         "the pass. Use a newer ga_optax; optimize=False runs no pass.",
         stacklevel=2,

@@ -70,6 +70,15 @@ def test_it_has_the_bits_of_the_scan_written_by_hand():
     assert jnp.any(got[1] != 0)
 
 
+@pytest.mark.quick
+def test_what_keeps_bits_in_every_grouping_is_for_accumulate_alone():
+    def sorts(make):  # a counter, on CPUs
+        return "stablehlo.sort" in jax.jit(make(loss, 4)).lower(W, X).as_text()
+
+    assert sorts(added)
+    assert not sorts(ga.value_and_grad)
+
+
 def is_plain(**options):
     def scanned(params, x):
         h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params)

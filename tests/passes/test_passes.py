@@ -215,9 +215,6 @@ EXAMPLES = {  # a pass without one fails
         over_devices(sync="each", param_specs=P(None, "data")),
     ),
     "shards": Example(adapted, chosen_base, "cond gets an array", over_devices()),
-    "repeats": Example(
-        unrolled, lambda w, x: unrolled(w, x, lambda h: h * h), "reads a value twice"
-    ),
     "products": Example(
         product_in_bfloat16, rounded_in_bfloat16, "out of reduce_precision", eps=LOW
     ),

@@ -507,7 +507,7 @@ def plain_and_ours(name, mesh):
 @pytest.mark.parametrize("kind", [None, "Auto", "Explicit"])
 @pytest.mark.parametrize("name", MEANS)
 def test_a_mean_costs_what_micro_batches_by_themselves_cost(name, kind):
-    """The same products, added in float32, their temporaries, and their bits."""
+    """The same products, added in float32, their temporaries; of sums, their bits."""
     mesh = kind and mesh_of(kind=getattr(AxisType, kind))
     plain, ours, args = plain_and_ours(name, mesh)
     due = products(plain, *args)
@@ -518,7 +518,8 @@ def test_a_mean_costs_what_micro_batches_by_themselves_cost(name, kind):
     # On a mesh XLA holds one copy of the layers, which it does not if it adds to a sum.
     more = 0 if kind is None else DEPTH * WIDTH * WIDTH * 4
     assert 0 < of_ours <= 1.01 * of_plain + more
-    if name not in ("masked", "dropout"):
+    # What is no sum, as of two uses, `accumulate` alone rounds before it adds.
+    if name not in ("masked", "dropout", "embedded"):
         assert bits(compiled[0](*args)) == bits(compiled[1](*args))
     if name != "masked" and kind is not None:
         audit = ga.audit(compiled[1], mesh)
