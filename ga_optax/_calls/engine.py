@@ -298,11 +298,9 @@ def schedule(rewritten: Rewritten) -> Scheduled:
     if the undivided batch takes less memory, where the program says what a device has.
     """
     (call, closed, _, part, _, last), program, operands, context = rewritten
-    may_share = call.options.optimize and last is None and not call.devices.bound
+    may = call.options.optimize and last is None and not call.devices.bound
     of_rows = program.jaxpr.invars[-len(operands.batch) :]
-    if not part.meets and not (
-        may_share and jaxprs.shares_much(program.jaxpr, of_rows)
-    ):
+    if not part.meets and not (may and jaxprs.shares_much(program.jaxpr, of_rows)):
         return Scheduled(rewritten, None)
     whole = None if call.devices.axes or not part.meets else closed.jaxpr
     loss = MeetingLoss(program, rows.AXIS, call.num_of_all, whole)

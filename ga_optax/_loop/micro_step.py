@@ -378,7 +378,7 @@ def with_stand_ins(
     if not types:
         return program, params, rest
 
-    def run(*args: jax.Array) -> list[Any]:
+    def differentiated(*args: jax.Array) -> list[Any]:
         some, args = args[: len(params)], args[len(params) :]
         here = jaxprs.put(some, types, args[: len(types)])
         stand_ins = {i: some[i] for i in types}
@@ -386,7 +386,7 @@ def with_stand_ins(
 
     some = jaxprs.put(params, types, blank([*types.values()]))
     rest = [*(params[i] for i in types), *rest]
-    return jaxprs.program_of(run, *some, *rest), some, rest
+    return jaxprs.program_of(differentiated, *some, *rest), some, rest
 
 
 def _with_stand_ins(
@@ -412,7 +412,9 @@ def _with_stand_ins(
 
         def inside(xs: Sequence[Any]) -> list[Any]:
             num = len(body.jaxpr.invars)
-            return _with_stand_ins(body, xs[:num], dict(zip(its, xs[num:], strict=True)))
+            return _with_stand_ins(
+                body, xs[:num], dict(zip(its, xs[num:], strict=True))
+            )
 
         xs = [*values, *its.values()]
         if jaxprs.kind(equation) == "scan":

@@ -562,8 +562,7 @@ def _iota(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
 def _jitted(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
     """Of a jitted function that draws: as another one, the same for equal calls."""
     [program], notes = jaxprs.inner(e), w.records.notes
-    here = w.at(source=e.source_info)
-    before = len(notes)
+    here, before = w.at(source=e.source_info), len(notes)
     run = nested.inner(here, program, vs, [rows])
     if len(notes) > before:  # Notes need the names of the program around it.
         del notes[before:]
