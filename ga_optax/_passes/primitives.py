@@ -545,3 +545,5 @@ _entry("custom_jvp_call", None, "", DEAR, PASSED, {"kind": "open"})
 
 # The kinds of primitives that run programs.
 KINDS = {x: row.kind for x, row in TABLE.items() if row.kind in PROGRAM_KINDS}
+# Primitives into which JAX can see: all that they do is to compute.
+SEEN = {x for x, row in TABLE.items() if row.kind in ("", "open", *PROGRAM_KINDS)}

@@ -523,7 +523,8 @@ class _Backward:
         self.moving = moved.intersection(wrt)
         kinds: dict[_Kind, core.JaxprEqn] = {}
         for e in jaxpr.eqns:
-            outs = moved.intersection(e.outvars)
+            stops = e.primitive.name == "stop_gradient"
+            outs = set() if stops else moved.intersection(e.outvars)
             if outs and not self.moving.isdisjoint(jaxprs.variables(e.invars)):
                 self.moving |= outs
                 key = jaxprs.key_of(e, operator.attrgetter("aval"))

@@ -659,9 +659,10 @@ def with_pullback(
     """The first result of a program, the pullback to `params`, and the other results.
 
     As by `jax.vjp`. Equations that are `alike` are differentiated once, in a program
-    without effects.
+    without effects and without code that JAX cannot see, such as callbacks.
     """
-    if alike and not program.jaxpr.effects:
+    names = {e.primitive.name for e in program.jaxpr.eqns}
+    if alike and not program.jaxpr.effects and names <= primitives.SEEN:
         try:
             [loss, *more], pull = products.with_pullback(program, params, rest)
             return loss, pull, list(map(jax.numpy.asarray, more))
