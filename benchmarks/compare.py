@@ -153,11 +153,17 @@ def measured(case: Case, target: str | None) -> dict[str, dict[str, int]]:
     return results
 
 
+def temporaries(compiled: jax.stages.Compiled) -> int:
+    """The bytes of temporaries, by XLA."""
+    analysis: Any = compiled.memory_analysis()
+    return int(analysis.temp_size_in_bytes)
+
+
 def over_undivided(case: Case) -> tuple[float, str]:
     """Temporaries over those of the undivided batch, and why they are not less."""
     loss, *args = case
     ours, whole = (
-        jax.jit(step).lower(*args).compile().memory_analysis().temp_size_in_bytes
+        temporaries(jax.jit(step).lower(*args).compile())
         for step in (ga.value_and_grad(loss, K), jax.value_and_grad(loss))
     )
     report = ga.batch_dependencies(loss, K)(*args)

@@ -48,8 +48,9 @@ def heads_of(p: Any, h: jax.Array, names: str = "qkv") -> list[jax.Array]:
 
 def attention(p: Any, h: jax.Array, batch: Any, **options: Any) -> jax.Array:
     """JAX's attention, with a causal mask."""
-    options = {"is_causal": True} | options
-    y = jax.nn.dot_product_attention(*heads_of(p, h), **options)
+    given: Any = {"is_causal": True} | options
+    q, k, v = heads_of(p, h)
+    y = jax.nn.dot_product_attention(q, k, v, **given)
     return y.reshape(h.shape) @ p["o"]
 
 
@@ -180,7 +181,7 @@ def dropped(p: Any, h: jax.Array, batch: Any) -> jax.Array:
 def linen(p: Any, h: jax.Array, batch: Any) -> jax.Array:
     """Flax linen's attention."""
     mask = flax.linen.make_causal_mask(jnp.ones(h.shape[:2]))
-    layer = flax.linen.MultiHeadDotProductAttention(HEADS)
+    layer: Any = flax.linen.MultiHeadDotProductAttention(HEADS)
     return layer.apply({"params": p["linen"]}, h, mask=mask)
 
 
@@ -281,7 +282,7 @@ def arguments(length: int) -> tuple[Any, Any]:
         p |= {"up": matrix(WIDTH, 4 * WIDTH), "down": matrix(4 * WIDTH, WIDTH)}
         p |= {"router": matrix(WIDTH, 4), "experts": matrix(4, WIDTH, WIDTH)}
         p |= {"taps": matrix(4, WIDTH), "mix": jnp.linspace(0, 1, WIDTH)}
-        layer = flax.linen.MultiHeadDotProductAttention(HEADS)
+        layer: Any = flax.linen.MultiHeadDotProductAttention(HEADS)
         p["linen"] = layer.init(next(keys), jnp.zeros((1, 2, WIDTH)))["params"]
         return p | {"nnx": jax.tree.map(jnp.asarray, _nnx()[1])}
 
@@ -302,8 +303,7 @@ AXES = {"tokens": 1, "labels": 1, "segment": 1, "other": None, "key": None}
 
 def taken(fun: Callable[..., Any], *args: Any) -> dict[str, int]:
     """The bytes of temporaries, by XLA, and the operations of matrix products."""
-    compiled = jax.jit(fun).lower(*args).compile()
-    nbytes = compiled.memory_analysis().temp_size_in_bytes
+    nbytes = compare.temporaries(jax.jit(fun).lower(*args).compile())
     return {"bytes": nbytes, "products": compare.operations(fun, *args)[0]}
 
 

@@ -1,6 +1,6 @@
 """An image classifier in Linen, with batch normalisation and dropout.
 
-`compare.py --only linen_classifier` trains it, and its twin.
+`side_by_side.py --only linen_classifier` trains it, and its twin.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """A small language model in Linen: a mean over the tokens, and dropout.
 
-`compare.py --only linen_lm` trains it, and its twin.
+`side_by_side.py --only linen_lm` trains it, and its twin.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
 """An image classifier in NNX, with batch normalisation and dropout.
 
-`compare.py --only nnx_classifier` trains it, and its twin.
+`side_by_side.py --only nnx_classifier` trains it, and its twin.
 """
 
 from typing import Any

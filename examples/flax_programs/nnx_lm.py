@@ -1,6 +1,6 @@
 """A small language model in NNX: a mean over the tokens, and dropout.
 
-`compare.py --only nnx_lm` trains it, and its twin.
+`side_by_side.py --only nnx_lm` trains it, and its twin.
 """
 
 from typing import Any

@@ -46,11 +46,12 @@ from .undivided import AllRows, NoDerivativeError, Pair
 #
 # `value_and_grad` passes all stations. So does `microbatch`, which takes a function for
 # the aux of a loss, and `batch_dependencies`, which sees the plan and computes nothing.
-# `accumulate` traces one micro-batch by itself, see `separate`. If a station fails,
-# which is a fault of this library or of a new JAX, the plan is `AllRows`.
+# `accumulate` traces one micro-batch by itself, see `separate`. The plan is `AllRows`
+# if the undivided batch takes less memory, or if a station fails, which is a fault of
+# this library or of a new JAX.
 #
 # Under `jax.jit` and other transformations the stations from `rewrite` on are one
-# equation of JAX, see `of_call`, so that the derivatives are those of `fun`.
+# equation of JAX, see `as_one_equation`, so that the derivatives are those of `fun`.
 #
 # On a mesh with a data axis the stations from `trace` on run once more in a region of
 # the mesh. The region is made after `partition`, which knows the results that have
@@ -112,7 +113,7 @@ class Scheduled(NamedTuple):
 
     Attributes:
       rewritten: the program and the arrays.
-      plan: the levels; None if rows do not meet, and the call is one loop.
+      plan: the levels; None if the call is one loop.
     """
 
     rewritten: Rewritten
@@ -134,7 +135,7 @@ def value_and_grad(
         return (over or over_micro_batches)(partition(traced))
     except (DoesNotFitError, NoDerivativeError, Warning):
         raise
-    except Exception as error:  # Any: a future JAX may fail in ways unknown today.
+    except Exception as error:  # All rows take less, or a new JAX fails as it may.
         if about.is_of_user(error) or traced.call.devices.bound:
             raise
         plan = AllRows(undivided.why_undivided(error))
@@ -397,7 +398,7 @@ def on_devices(
 #
 #   of_call          `microbatch`: the derivatives of the equation are functions over
 #                    micro-batches themselves
-#   of_micro_batch   `value_and_grad`: the program is written when `fun` is traced, and
+#   as_one_equation  `value_and_grad`: the program is written when `fun` is traced, and
 #                    the derivatives are those of `jax.value_and_grad(fun)`. The program
 #                    has the first derivative of each custom rule, and not the rules,
 #                    see `undivided`
@@ -466,7 +467,7 @@ def _parameters(call: Call, remat: bool | None = None) -> dict[str, Any]:
     }
 
 
-def of_micro_batch(micro_batch: MicroBatch) -> Any:
+def as_one_equation(micro_batch: MicroBatch) -> Any:
     """The value and the gradients, by one equation if anything is traced."""
     call, closed = micro_batch.call, micro_batch.closed
     leaves = call.leaves("argnums") | call.leaves("batch_argnums")

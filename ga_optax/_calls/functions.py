@@ -127,7 +127,7 @@ def value_and_grad(
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         call = Call.of(of_pair, args, kwargs, hint=True)
-        value, grads = engine.value_and_grad(call, engine.of_micro_batch)
+        value, grads = engine.value_and_grad(call, engine.as_one_equation)
         return as_returned(options, value), call.with_zeros(grads)
 
     return value_and_grad_fun
@@ -569,7 +569,7 @@ def _seen(call: Call) -> tuple[Scheduled | AllRows, Any]:
 
     def run(values: dict[int, Any]) -> None:
         new = call.with_leaves(values)._replace(sees=plans.append)
-        engine.value_and_grad(new, engine.of_micro_batch)
+        engine.value_and_grad(new, engine.as_one_equation)
         if isinstance(plans[-1], AllRows):
             programs.append(engine.trace(new.on_device()).closed)
 

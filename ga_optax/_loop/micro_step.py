@@ -488,8 +488,8 @@ def _write(
 # == Folds of results ==================================================================
 # The results of micro-batches become one result: one `Fold` for each leaf.
 #
-# The loss is one more leaf, of the fold "mean". A new fold is one more record in
-# `FOLDS`.
+# The loss is one more leaf: of the fold "mean" in `accumulate`, otherwise of "sum". A
+# new fold is one more record in `FOLDS`.
 
 
 class Weighting(NamedTuple):

@@ -178,8 +178,8 @@ class Partitioned(NamedTuple):
       jaxpr: the program, with collectives over the axis. Its last argument is the index
         of the micro-batch.
       consts: the values of the constants.
-      layouts: the layouts of the results. The first result may come once more, whole,
-        if parts of it may add up to NaN, see `Value`.
+      layouts: of each result: rows along a dimension, a part of a sum, or all. The
+        first may come once more, whole, if its parts may add up to NaN, see `Value`.
       whole: equations without a rule, which are computed whole.
       drawn: random draws of each micro-batch: on some platforms other draws of the same
         distribution than those of the whole batch.

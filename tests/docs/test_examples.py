@@ -60,7 +60,7 @@ finetune --layers 2 --width 32 --steps 3 --out OUT
 4 checks
 \d+ s; the picture is .*png\.$
 
-flax_programs/compare --steps 8 --batch-size 16 --diff --out OUT
+flax_programs/side_by_side --steps 8 --batch-size 16 --diff --out OUT
 3 checks
 ^\+.*value_and_grad\(
 \d+ s; the picture is .*png\.$

@@ -1,7 +1,7 @@
 """Four programs in Flax, plain and accumulated: what a user has to change, in lines.
 
-    python examples/flax_programs/compare.py
-    python examples/flax_programs/compare.py --diff      # and shows the lines
+    python examples/flax_programs/side_by_side.py
+    python examples/flax_programs/side_by_side.py --diff      # and shows the lines
 
 Beside this file are an image classifier with batch normalisation, and a language model
 whose loss is a mean over tokens, each in Linen and in NNX and with dropout. They are
