@@ -667,9 +667,9 @@ def with_pullback(
             [loss, *more], pull = products.with_pullback(program, params, rest)
             return loss, pull, list(map(jax.numpy.asarray, more))
         except Exception as error:  # Any: what JAX will change is not known.
-            if about.is_of_user(error):
-                raise
-            _warn("backward", "same program", error)
+            if not about.is_of_user(error):
+                _warn("backward", "same program", error)
+            # JAX runs a rule of the user's only if a tangent reaches it, and raises.
 
     def evaluate(*params: jax.Array) -> tuple[jax.Array, list[Any]]:
         loss, *more = jaxprs.results(program, [*params, *rest])
