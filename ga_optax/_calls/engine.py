@@ -130,15 +130,16 @@ def value_and_grad(
     """
     if call.is_undivided:
         return undivided.undivided(call, AllRows("there is one micro-batch"))
-    traced = trace(call.on_device())
+    traced, micro_batch = trace(call.on_device()), None
     try:
-        return (over or over_micro_batches)(partition(traced))
+        micro_batch = partition(traced)
+        return (over or over_micro_batches)(micro_batch)
     except (DoesNotFitError, NoDerivativeError, Warning):
         raise
     except Exception as error:  # All rows take less, or a new JAX fails as it may.
         if about.is_of_user(error) or traced.call.devices.bound:
             raise
-        plan = AllRows(undivided.why_undivided(error))
+        plan = AllRows(undivided.why_undivided(error, micro_batch))
     return undivided.in_one(traced.call, plan)
 
 

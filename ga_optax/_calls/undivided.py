@@ -73,10 +73,13 @@ def in_one(call: Call, plan: AllRows) -> Pair:
     return out
 
 
-def why_undivided(error: Exception) -> str:
+def why_undivided(error: Exception, micro_batch: Any) -> str:
     """Why a program is not divided, or cannot be, and what helps."""
     if isinstance(error, TakesMoreError):
-        return str(error)
+        if not micro_batch.part.whole:
+            return str(error)
+        _, what, todo = _whole_in_words(micro_batch.part)
+        return f"{error} In each of them, {what}. {todo}"
     why = " ".join([str(error).split("\n")[0], *getattr(error, "__notes__", ())])
     return (
         f"ga_optax with jax {jax.__version__} cannot divide the program: "
@@ -215,21 +218,11 @@ def warn_of_whole(call: Call, jaxpr: core.Jaxpr, part: Partitioned) -> None:
     for_all, for_own = _computed(part.jaxpr, of_batch, ())
     if for_all <= for_own * (1 if part.whole else size):
         return
-    lines = [f"{x.name.rstrip(',')}, at {x.line}" for x in part.whole] or [
-        f"{jaxprs.name_of(e)}, at {about.place_of(e.source_info)}"
-        for e in jaxprs.equations(part.jaxpr)
-        if e.primitive.name in MEETINGS
-    ]
-    lines = tuple(dict.fromkeys(lines))[:_MOST_LINES]
-    todo = "If rows must meet there, more micro-batches save no memory."
-    if part.whole:
-        texts = *advice_on_primitives(part.whole), advice_on_hidden(part.whole)
-        todo = " ".join(filter(None, texts))
-    what = "; ".join(lines) + (", computed whole" if part.whole else "")
+    lines, what, todo = _whole_in_words(part)
     text = (
         f"Each of {size} micro-batches computes {for_all:,} bytes for all rows, "
         f"and {for_own:,} for its own rows: {what}. "
-        f"{todo or _OF_ANY_OTHER} ga_optax.batch_dependencies shows every line."
+        f"{todo} ga_optax.batch_dependencies shows every line."
     )
     about.log_sentence(text)
     if lines not in _warned:
@@ -238,6 +231,22 @@ def warn_of_whole(call: Call, jaxpr: core.Jaxpr, part: Partitioned) -> None:
 
 
 _warned: set[tuple[str, ...]] = set()  # the lines of each warning
+
+
+def _whole_in_words(part: Partitioned) -> tuple[tuple[str, ...], str, str]:
+    """Lines that are computed whole, or where rows meet; the same in words; advice."""
+    lines = [f"{x.name.rstrip(',')}, at {x.line}" for x in part.whole] or [
+        f"{jaxprs.name_of(e)}, at {about.place_of(e.source_info)}"
+        for e in jaxprs.equations(part.jaxpr)
+        if e.primitive.name in MEETINGS
+    ]
+    some = tuple(dict.fromkeys(lines))[:_MOST_LINES]
+    todo = "If rows must meet there, more micro-batches save no memory."
+    if part.whole:
+        texts = *advice_on_primitives(part.whole), advice_on_hidden(part.whole)
+        todo = " ".join(filter(None, texts))
+    what = "; ".join(some) + (", computed whole" if part.whole else "")
+    return some, what, todo or _OF_ANY_OTHER
 
 
 def _computed(

@@ -661,20 +661,23 @@ def with_pullback(
     As by `jax.vjp`. Equations that are `alike` are differentiated once, in a program
     without effects and without code that JAX cannot see, such as callbacks.
     """
+
+    def evaluate(*params: jax.Array) -> tuple[jax.Array, list[Any]]:
+        loss, *more = jaxprs.results(program, [*params, *rest])
+        return loss, list(map(jax.numpy.asarray, more))  # an aux may be a plain number
+
     names = {e.primitive.name for e in program.jaxpr.eqns}
     if alike and not program.jaxpr.effects and names <= primitives.SEEN:
         try:
             [loss, *more], pull = products.with_pullback(program, params, rest)
             return loss, pull, list(map(jax.numpy.asarray, more))
         except Exception as error:  # Any: what JAX will change is not known.
+            # A rule of a function may have failed, and JAX, which runs a rule only if a
+            # tangent reaches it, may raise as well.
+            results = jax.vjp(evaluate, *params, has_aux=True)
             if not about.is_of_user(error):
                 _warn("backward", "same program", error)
-            # JAX runs a rule of the user's only if a tangent reaches it, and raises.
-
-    def evaluate(*params: jax.Array) -> tuple[jax.Array, list[Any]]:
-        loss, *more = jaxprs.results(program, [*params, *rest])
-        return loss, list(map(jax.numpy.asarray, more))  # an aux may be a plain number
-
+            return results
     return jax.vjp(evaluate, *params, has_aux=True)
 
 

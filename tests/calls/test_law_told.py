@@ -204,7 +204,7 @@ def test_more_of_all_rows_than_of_its_own_is_said_once_with_its_line(
         assert f"{line_in(*LITTLE[fun])}:" in said
         assert "computed whole" in said
         assert TODO.get(fun, "write it for one row, under jax.vmap") in said
-        assert not told()
+        assert not told() or "undivided batch takes less" in said
 
 
 def shares_much(w, x):

@@ -35,7 +35,7 @@ from ga_optax._partition import factors
 from ga_optax._partition import partitioned as partition_partitioned
 from ga_optax._partition.held import WHOLE, Rows
 from ga_optax._passes import equation
-from ga_optax._passes.primitives import TABLE
+from ga_optax._passes.primitives import APART, TABLE
 
 pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation", "float64")
 # In float64: of at most some hundred terms, conditioned no worse than 1e4.
@@ -90,8 +90,9 @@ def test_every_primitive_of_the_table_has_a_case():
     there = {"reshard", "pvary", "psum_invariant", "shard_map", "ragged_dot_general"}
     there |= {f"linear {name}" for name in there}
     # Kernels, calls that say how they split: test_kernels. microbatch: test_anywhere.
-    # value_and_grad: test_derivatives.
+    # value_and_grad: test_derivatives. A fence, which the passes write later.
     there |= {"pallas_call", "custom_partitioning", equation.NAME, equation.WRITTEN}
+    there.add(f"linear {APART}")
     there |= {f"dot_product_attention_{way}_wrapper" for way in ("fwd", "bwd")}
     assert keys - there == set(CASES)
     assert {partition_partitioned._OPEN[name] for name in CUT} == set(
