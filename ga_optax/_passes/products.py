@@ -630,8 +630,12 @@ class _Backward:
             types += [x.aval for x in [*operands, *[e.outvars[i] for i in given]]]
             seeds += range(at + len(operands), len(types))
 
+        gives: set[int] = set()  # the places of arguments that get a cotangent
+
         def every(*xs: Any) -> list[Any]:
             def of_moving(*some: Any) -> tuple[list[Any], list[list[Any]]]:
+                notes = [functools.partial(gives.add, i) for i in range(len(some))]
+                some = tuple(map(_noted, notes, some))
                 new, outs, smooth = jaxprs.put(xs, moving, some), [], []
                 for (e, ins, at), (*_, given) in zip(cases, kinds, strict=True):
                     values = new[at : at + len(ins)]
@@ -646,17 +650,20 @@ class _Backward:
         jaxpr, results = closed.jaxpr, closed.jaxpr.outvars
         self.consts.update(zip(jaxpr.constvars, closed.consts, strict=True))
         later = jaxprs.following(jaxpr, [jaxpr.invars[i] for i in seeds])
-        n, m = 0, sum([len(e.outvars) for e, *_ in cases])  # of results, of gradients
+        n, first = 0, sum([len(e.outvars) for e, *_ in cases])
+        m = first  # of gradients, which follow all results
         for kind, (e, ins, at) in zip(kinds, cases, strict=True):
             operands = jaxpr.invars[at : at + len(ins) + len(kind[2])]
             outs, grads = results[n:][: len(e.outvars)], results[m:][: len(kind[1])]
-            self.ways[kind] = _in_two(jaxpr, later, operands, outs, grads)
+            there, back = _in_two(jaxpr, later, operands, outs, grads)
+            given = [i + m - first in gives for i in range(len(grads))]
+            self.ways[kind] = _BothWays(there, back, given)
             n, m = n + len(outs), m + len(grads)
 
 
 def _in_two(
     jaxpr: core.Jaxpr, later: set[Any], operands: list[Any], outs: Any, grads: Any
-) -> _BothWays:
+) -> tuple[_Part, _Part]:
     """A kind there and back, of a program that has many.
 
     `later` are the cotangents, and all that depends on them. A gradient need not: a
@@ -670,19 +677,24 @@ def _in_two(
     left = list(dict.fromkeys([x for x in reads if x not in fixed]))
     ins = [x for x in operands if x not in later]
     cotangents = [x for x in operands if x in later]
-    return _BothWays(
+    return (
         _Part([e for e in eqns if later.isdisjoint(e.outvars)], ins, [*outs, *left]),
         _Part(back, [*left, *cotangents], grads),
-        [jaxprs.is_among(x, later) or not _is_zero(jaxpr, x) for x in grads],
     )
 
 
-def _is_zero(jaxpr: core.Jaxpr, x: Any) -> bool:
-    """True for the gradient of what has no gradient, as JAX makes it."""
-    maker = jaxprs.made_by(jaxpr, x)
-    if maker is not None and maker.primitive.name == "broadcast_in_dim":
-        x = maker.invars[0]
-    return isinstance(x, core.Literal) and not np.any(x.val)
+def _noted(note: Callable[[], None], x: jax.Array) -> jax.Array:
+    """`x`; `note` is called when a cotangent comes back, though it may be of zeros."""
+
+    def back(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
+        note()
+        return (cotangent,)
+
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    same = jax.custom_vjp(lambda x: x)
+    same.defvjp(lambda x: (x, None), back)
+    return same(x)
 
 
 def _flat(

@@ -72,8 +72,29 @@ def returning(params, x):
     return jnp.mean(x * x)
 
 
+def before_zeros(params, x):
+    """A rule that returns constants, behind cotangents of zeros, and behind none."""
+
+    @jax.custom_vjp
+    def constant(x):
+        return jnp.sin(x)
+
+    @jax.custom_vjp
+    def zeros(x, y):
+        return x + y
+
+    half = jnp.float32(0.5)
+    constant.defvjp(
+        lambda x: (jnp.sin(x), None), lambda _, g: (jnp.full_like(g, half),)
+    )
+    zeros.defvjp(lambda x, y: (x + y, None), lambda _, g: (jnp.zeros_like(g), None))
+    for w in params:
+        x = zeros(constant(x @ w), constant(x * w[:1])) + x
+    return jnp.mean(x * x)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("loss", [dense, mixed, returning])
+@pytest.mark.parametrize("loss", [dense, mixed, returning, before_zeros])
 def test_it_is_the_program_of_jax(loss, dtype, monkeypatch):
     """The same bits, by as many equations of each kind, functions of ours aside."""
 
