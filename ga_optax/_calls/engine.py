@@ -31,7 +31,7 @@ from . import rows, undivided
 from .batches import DoesNotFitError
 from .call import Call, check_values
 from .options import ROLES, Argument
-from .rows import REPLICATED, ManualAxisError
+from .rows import REPLICATED
 from .undivided import AllRows, NoDerivativeError, Pair
 
 # == Stations ==========================================================================
@@ -194,31 +194,11 @@ def trace(call: Call) -> Traced:
     if devices.maps:
         of_params = list(map(meshes.type_without_mesh, of_params))
     types = of_params, rows.types_of_all(call)
-    try:
-        with rows.errors_explained(call):
-            closed, out = make(*types)
-    except ManualAxisError as error:
-        closed, out = _without_mesh(make, types, error)
+    closed, out = rows.traced(call, make, *types)
     rows.check_no_region(call, closed.jaxpr)
     rows.check_not_reduced(call, closed.out_avals[0])
     about.check_own_references(closed.jaxpr)
     return Traced(call, closed, out)
-
-
-def _without_mesh(make: Callable[..., Any], types: Any, error: Exception) -> Any:
-    """`make(*types)` without a mesh; `error` is that of the mesh.
-
-    In a region an array that `fun` closes over has the type that it has outside. JAX
-    takes it to the types of the region, but not in an index, such as `table[ids]`.
-    """
-    try:
-        with meshes.without_mesh():
-            closed, out = make(*jax.tree.map(meshes.type_without_mesh, types))
-    except Exception:  # Any: of a fun that names the mesh.
-        raise error from None
-    if any(meshes.explicit_names(jax.typeof(x).sharding.mesh) for x in closed.consts):
-        raise error
-    return closed, out
 
 
 def partition(traced: Traced, like: Partitioned | None = None) -> MicroBatch:
@@ -241,6 +221,7 @@ def partition(traced: Traced, like: Partitioned | None = None) -> MicroBatch:
                 raise RowsMeet
     except RowsMeet:
         raise undivided.does_not_divide(call, jaxpr) from None
+    rows.check_regions(call, part.jaxpr)
     micro_batch = MicroBatch(call, closed, out, part, membership, last)
     if call.sees is None:  # a report shows the lines, whatever the options are
         undivided.check_options(micro_batch.call, micro_batch.part)

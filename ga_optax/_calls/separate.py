@@ -329,10 +329,10 @@ def traced_micro_batch(
     first = [x[0] for x in batch]
     arguments = params, first, keys, carry
     run = about.in_name_of(options.fun, _micro_batch(call, first[0]))
-    trace = jax.make_jaxpr(run, return_shape=True)
-    with rows.errors_explained(call):
-        closed, shapes = trace(*arguments)
+    make = jax.make_jaxpr(run, return_shape=True)
+    closed, shapes = rows.traced(call, make, *arguments)
     rows.check_no_region(call, closed.jaxpr)
+    rows.check_regions(call, closed.jaxpr)
     devices = call.devices
     closed = closed.replace(
         jaxpr=about.constraints_without(closed.jaxpr, devices.bound)
@@ -344,7 +344,7 @@ def traced_micro_batch(
     def aux_of_twice() -> Any:
         pairs = zip(first, call.split_axes, strict=True)
         more = [jnp.concatenate([x, x], axis) for x, axis in pairs]
-        return trace(params, more, keys, carry)[1][-1]
+        return rows.traced(call, make, params, more, keys, carry)[1][-1]
 
     length = first[0].shape[call.split_axes[0]]
     of_aux = micro_step.folds_of(options.aux, aux, length, aux_of_twice)
