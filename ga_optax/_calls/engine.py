@@ -31,7 +31,7 @@ from . import rows, undivided
 from .batches import DoesNotFitError
 from .call import Call, check_values
 from .options import ROLES, Argument
-from .rows import REPLICATED
+from .rows import REPLICATED, ManualAxisError
 from .undivided import AllRows, NoDerivativeError, Pair
 
 # == Stations ==========================================================================
@@ -194,11 +194,32 @@ def trace(call: Call) -> Traced:
     if devices.maps:
         of_params = list(map(meshes.type_without_mesh, of_params))
     types = of_params, rows.types_of_all(call)
-    closed, out = rows.traced(call, make, *types)
+    try:
+        with rows.errors_explained(call):
+            closed, out = make(*types)
+    except ManualAxisError as error:
+        closed, out = _without_mesh(make, types, error)
     rows.check_no_region(call, closed.jaxpr)
     rows.check_not_reduced(call, closed.out_avals[0])
     about.check_own_references(closed.jaxpr)
     return Traced(call, closed, out)
+
+
+def _without_mesh(make: Callable[..., Any], types: Any, error: Exception) -> Any:
+    """`make(*types)` without a mesh; `error` is that of the mesh.
+
+    In a region an array that `fun` closes over has the type that it has outside. JAX
+    takes it to the types of the region, but not in an index, such as `table[ids]`. Nor
+    does it take the mesh of a `jax.shard_map` there.
+    """
+    try:
+        with meshes.without_mesh():
+            closed, out = make(*jax.tree.map(meshes.type_without_mesh, types))
+    except Exception:  # Any: of a fun that names the mesh.
+        raise error from None
+    if any(meshes.explicit_names(jax.typeof(x).sharding.mesh) for x in closed.consts):
+        raise error
+    return closed, out
 
 
 def partition(traced: Traced, like: Partitioned | None = None) -> MicroBatch:

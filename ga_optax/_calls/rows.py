@@ -472,32 +472,7 @@ def specs_of_gradients(call: Call) -> Any:
     return jax.tree.structure(call.params).unflatten(specs) if specs else ()
 
 
-# -- Traces, and the errors of JAX about axes ------------------------------------------
-
-
-def traced(call: Call, make: Callable[..., Any], *types: Any) -> tuple[Any, Any]:
-    """`make(*types)`, the program of `fun` and the structure of its results.
-
-    In a region an array that `fun` closes over has the type that it has outside. JAX
-    takes it to the types of the region, but not in an index, such as `table[ids]`. Nor
-    does it take the mesh of a `jax.shard_map` there. Both are right without a mesh.
-    """
-    try:
-        with errors_explained(call):
-            return make(*types)
-    except ManualAxisError as error:
-        if call.devices.is_checked:  # types say over which axes values vary
-            raise
-        try:
-            with meshes.without_mesh():
-                closed, out = make(*jax.tree.map(meshes.type_without_mesh, types))
-        except Exception:  # Any: of a fun that names the mesh.
-            raise error from None
-        if any(
-            meshes.explicit_names(jax.typeof(x).sharding.mesh) for x in closed.consts
-        ):
-            raise error from None
-        return closed, out
+# -- The errors of JAX about axes ------------------------------------------------------
 
 
 @contextlib.contextmanager
