@@ -44,10 +44,10 @@ def to_pass(call: Call, role: str, place: Argument) -> str:
     return f"{NAMES[role] if named else role}={value!r}"
 
 
-def is_key(leaf: Any) -> bool:
+def is_typed_key(leaf: Any) -> bool:
     """True for a typed array of PRNG keys."""
-    is_array = isinstance(leaf, jax.Array)
-    return is_array and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+    is_traced = isinstance(leaf, jax.Array)
+    return is_traced and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
 def named_batch(call: Call) -> list[tuple[str, Any]]:
@@ -101,7 +101,7 @@ def axes_of(call: Call, hint: bool) -> list[int | None]:
             leaf_axes[i] = None
             continue
         whole = "Give it None in batch_axes to pass it to each micro-batch as it is."
-        todo = _A_KEY_ALONE if is_key(x) and not hint else whole
+        todo = _A_KEY_ALONE if is_typed_key(x) and not hint else whole
         _checks.check_arrays(name, x, todo)
         ndim = jnp.ndim(x)
         if not -ndim <= axis < ndim:

@@ -211,7 +211,8 @@ def _without_mesh(make: Callable[..., Any], types: Any, error: Exception) -> Any
     """`make(*types)` without a mesh; `error` is that of the mesh.
 
     In a region an array that `fun` closes over has the type that it has outside. JAX
-    takes it to the types of the region, but not in an index, such as `table[ids]`.
+    takes it to the types of the region, but not in an index, such as `table[ids]`. Nor
+    does it take the mesh of a `jax.shard_map` there.
     """
     try:
         with meshes.without_mesh():
@@ -243,6 +244,7 @@ def partition(traced: Traced, like: Partitioned | None = None) -> MicroBatch:
                 raise RowsMeet
     except RowsMeet:
         raise undivided.does_not_divide(call, jaxpr) from None
+    rows.check_regions(call, part.jaxpr)
     micro_batch = MicroBatch(call, closed, out, part, membership, last)
     if call.sees is None:  # a report shows the lines, whatever the options are
         undivided.check_options(micro_batch.call, micro_batch.part)

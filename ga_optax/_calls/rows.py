@@ -489,6 +489,7 @@ def errors_explained(call: Call) -> Iterator[None]:
         if names and "manual" in text.lower():
             todo = _SHARDS if "constraint" in text else _CLOSES
             todo = _MAPS if "shard_map" in text else todo
+            todo = _MESH if "mesh passed to shard_map" in text else todo
             text = f"{todo.format(names[0])} JAX says: {error}"
             raise ManualAxisError(text) from error
         raise
@@ -507,6 +508,16 @@ _MAPS = (
     'A jax.shard_map in fun over {!r} does not go with data_axis= and sync="last". '
     'Pass sync="each", or no data_axis, and every micro-batch is reduced; or leave the '
     "shard_map out: fun runs on one device of that axis already, with its rows."
+)
+_MESH = (
+    "A jax.shard_map in fun must not be over {!r}, since fun runs on one device of it, "
+    "with its rows. Here mesh= names it too, and rows of the region cannot be divided. "
+    "Leave mesh= out, in jax.set_mesh(mesh): then it is over the other axes. "
+    'Or pass sync="each", or no data_axis, and every micro-batch is reduced.'
+)
+_CHECKED = (
+    "With a jax.shard_map in fun, the one around it, over {!r}, must have "
+    "check_vma=False: JAX does not compile the gradient of one in one that checks."
 )
 _SHARDS = (
     "With a data_axis fun must not shard anything over it by a PartitionSpec, since it "
@@ -528,12 +539,30 @@ def check_no_region(call: Call, jaxpr: Any) -> None:
 
     JAX itself raises from 0.12 on, and computes another number before.
     """
-    every = jaxprs.equations(jaxpr)
-    for e in (e for e in every if e.primitive.name == "shard_map"):
+    for e in _regions(jaxpr):
         specs = *e.params["in_specs"], *e.params["out_specs"]
         axes = {name for spec in specs for x in spec for name in meshes.names_in(x)}
         if both := axes.intersection(call.devices.bound):
             raise ManualAxisError(_MAPS.format(min(both)))
+
+
+def check_regions(call: Call, jaxpr: Any) -> None:
+    """Raises if a region of `fun`, over other axes, is one of another mesh.
+
+    `fun` was traced where the data axes were not bound. A rule takes a region over to
+    here, and XLA does not compile one that is computed whole, for want of a rule.
+    """
+    bound, context = call.devices.bound, jax.sharding.get_abstract_mesh()
+    found = _regions(jaxpr) if bound else []
+    if any(e.params["mesh"] != context for e in found):
+        raise ManualAxisError(_MESH.format(bound[0]))
+    if found and call.devices.is_checked:  # what goes back has types of no region
+        raise ManualAxisError(_CHECKED.format(bound[0]))
+
+
+def _regions(jaxpr: Any) -> list[Any]:
+    every = jaxprs.equations(jaxpr)
+    return [e for e in every if e.primitive.name == "shard_map"]
 
 
 def check_not_reduced(call: Call, loss: Any) -> None:

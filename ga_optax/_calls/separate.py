@@ -25,7 +25,7 @@ from .._loop.micro_step import LossProgram, Operands, run_passes
 from .._passes import about, jaxprs
 from ..accumulator import Accumulator, as_weight
 from . import rows
-from .batches import argument, is_key, named_batch, to_pass
+from .batches import argument, is_typed_key, named_batch, to_pass
 from .call import (
     Call,
     check_carry,
@@ -266,7 +266,7 @@ def _check_no_keys(call: Call) -> None:
     """Raises if a PRNG key would be the same in all micro-batches: so would masks."""
 
     def check(name: str, leaf: Any, todo: str) -> None:
-        if is_key(leaf):
+        if is_typed_key(leaf):
             raise ValueError(
                 f"A PRNG key must differ between micro-batches, but {name} goes to "
                 f"each as it is. {todo}"
@@ -287,7 +287,7 @@ def _check_carry(call: Call) -> None:
     if not call.devices.axes or call.devices.by_compiler:
         return
     for name, leaf in _checks.named_leaves(call.role("carry_argnums")):
-        if is_key(leaf):
+        if is_typed_key(leaf):
             raise TypeError(
                 "With a data_axis the carry must hold numbers to average, but "
                 f"{name} of it is a PRNG key. Name it in rng_argnums."
@@ -333,6 +333,7 @@ def traced_micro_batch(
     with rows.errors_explained(call):
         closed, shapes = trace(*arguments)
     rows.check_no_region(call, closed.jaxpr)
+    rows.check_regions(call, closed.jaxpr)
     devices = call.devices
     closed = closed.replace(
         jaxpr=about.constraints_without(closed.jaxpr, devices.bound)

@@ -370,6 +370,9 @@ def _check_names(specs: Any, axes: Axes, option: str) -> None:
                 )
 
 
+_STATE = "Pass nnx.as_pure(specs), or an nnx.State of parameters, too. "
+
+
 def broadcast_specs(
     specs: Any, params: Any, option: str = "param_specs"
 ) -> list[PartitionSpec | None]:
@@ -394,6 +397,7 @@ def broadcast_specs(
             cause = f"the parameters have no {leaf_name(beyond[0])}, which has a spec"
         else:
             cause = "the types of containers differ"
+        todo = _STATE + todo if type(specs).__name__ == "State" else todo
         raise ValueError(
             f"{option} must be a prefix of the parameters' tree, but {cause}. {todo}"
         ) from None

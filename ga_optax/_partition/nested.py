@@ -218,10 +218,13 @@ def shard_map(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     """A function that devices run on parts of every row, or on different rows."""
     p, [program] = e.params, jaxprs.inner(e)
     vs = w.summed(vs)
-    sizes = p["mesh"].shape
+    # Where data axes are bound, fun may have been traced without them.
+    mesh, context = p["mesh"], jax.sharding.get_abstract_mesh()
+    mesh = context if context.manual_axes else mesh
+    names, sizes = {*p["newly_manual_axes"]} - {*mesh.manual_axes}, mesh.shape
     specs = zip(vs, p["in_specs"], strict=True)
     of_args = [_on_device(v.layout, spec, sizes) for v, spec in specs]
-    if w.axis.is_checked or None in of_args:
+    if w.axis.is_checked or None in of_args or not names:
         return None
     results: list[Value] = []
 
@@ -236,10 +239,10 @@ def shard_map(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
 
     out = jax.shard_map(
         on_a_part,
-        mesh=p["mesh"],
+        mesh=mesh,
         in_specs=(jax.P(), *p["in_specs"]),
         out_specs=tuple(p["out_specs"]),
-        axis_names=set(p["newly_manual_axes"]),
+        axis_names=names,
         check_vma=p["check_vma"],
     )(w.index, *(v.x for v in vs))
     w.level = max([w.level, *(v.level for v in results)])

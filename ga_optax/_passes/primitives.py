@@ -230,6 +230,17 @@ def _padded(e: core.JaxprEqn) -> Dims:
     return [names, []], [names]
 
 
+def _exchanged(e: core.JaxprEqn) -> Dims:
+    """Devices of a region exchange parts along some dimensions, and no others."""
+    names = ("all_gather_dimension", "scatter_dimension", "split_axis", "concat_axis")
+    along = [e.params[name] for name in names if name in e.params]
+    before, after = [[*range(len(_shape(x)))] for x in (*e.invars, *e.outvars)]
+    if len(before) < len(after):  # a new dimension has the devices
+        return [before], [[*before[: along[0]], None, *before[along[0] :]]]
+    dims = [None if d in along else d for d in before]
+    return [dims], [dims if len(before) == len(after) else [None] * len(after)]
+
+
 def _broadcast(e: core.JaxprEqn) -> Dims:
     shape, where = e.params["shape"], e.params["broadcast_dimensions"]
     pairs = zip(_shape(e.invars[0]), where, strict=True)
@@ -444,7 +455,7 @@ _entry("bitcast_convert_type", _bitcast, "lax.{}(ids, jnp.uint32)", OPEN)
 _entry("copy", "...", "jnp.copy(h)", COPIES)
 _entry("name", "...", "jax.ad_checkpoint.checkpoint_name(h, 'kept')", COPIES)
 _entry(CONSTRAINT, "...", "placed(h)", LINEAR)
-_entry("pvary", "...", "", LINEAR, PASSED)  # these two on several devices
+_entry("pvary", "...", "", LINEAR, PASSED)  # these, and exchanges, on several devices
 _entry("reshard", "...")
 
 # Moves of numbers.
@@ -470,7 +481,7 @@ _entry("scatter-add scatter-sub", _indexed, "", _in(0, 2))
 _entry("iota", None, "", EXACT)
 _entry(f"optimization_barrier {APART} tile", None, "", LINEAR)
 _entry("psum psum_invariant", None, "", LINEAR, PASSED)
-_entry("reduce_scatter", None, "", PASSED)
+_entry("reduce_scatter", _exchanged, "", LINEAR, PASSED)
 _entry("random_wrap random_unwrap", "... _", "", OPEN)
 _entry("random_seed", "...")
 _entry("random_fold_in", _of_keys, "", OPEN)
@@ -520,8 +531,10 @@ _entry("tridiagonal_solve", "... _ _", "lax.linalg.{}(h, 5 + h, h, h[..., None])
 _entry("fft", _fourier, "jnp.fft.fft(h)", DEAR)
 
 # Collectives, random numbers and others, without dimensions here.
-_entry("all_gather all_gather_invariant all_gather_reduced all_to_all axis_index")
-_entry("pbroadcast pmax pmin ppermute after_all empty2 eq_to random_clone reduce")
+_entry("all_gather all_to_all", _exchanged, "", LINEAR)
+_entry("ppermute", "...", "", LINEAR)
+_entry("all_gather_invariant all_gather_reduced axis_index")
+_entry("pbroadcast pmax pmin after_all empty2 eq_to random_clone reduce")
 _entry("ragged_all_to_all random_bits random_gamma rng_bit_generator", None, "", DEAR)
 _entry("threefry2x32 hessenberg tridiagonal reduce_window", None, "", DEAR)
 _entry(f"select_and_scatter {GATHER_PARTS}", None, "", DEAR)

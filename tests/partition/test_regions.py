@@ -137,3 +137,103 @@ def test_it_takes_the_memory_of_a_micro_batch(monkeypatch):
     assert needs() - split < undivided / 4
     monkeypatch.setattr(nested, "_on_device", lambda *args, **kw: None)
     assert needs() > 0.9 * undivided
+
+
+# -- Over other axes than the data axis ------------------------------------------------
+
+
+def ring(q):
+    """Devices pass their keys on, as in ring attention."""
+    out, k = 0 * q, q
+    for _ in range(2):
+        out += jnp.tanh(jnp.einsum("rtd,rsd->rts", q, k)) @ k
+        k = jax.lax.ppermute(k, "model", [(0, 1), (1, 0)])
+    return out
+
+
+def exchanged(q):
+    """Parts of the time become parts of the width, and come back."""
+    q = jax.lax.all_to_all(q, "model", 2, 1, tiled=True)
+    q = jnp.tanh(jnp.cumsum(q, 1))
+    return jax.lax.all_to_all(q, "model", 1, 2, tiled=True)
+
+
+def gathered(q):
+    k = jax.lax.all_gather(q, "model", axis=1, tiled=True)
+    each = jnp.tanh(jax.lax.all_gather(q, "model", axis=2)).sum((1, 2))
+    h = jnp.tanh(k * jnp.sum(q, 1, keepdims=True))
+    return each[:, None] + jax.lax.psum_scatter(
+        h, "model", scatter_dimension=1, tiled=True
+    )
+
+
+def less_mean(q):
+    """In which rows meet."""
+    return q - q.mean(0)
+
+
+def of_times(body, **options):
+    """Devices have parts of the time of all rows."""
+    where = P(None, "model")
+
+    def fun(w, x):
+        run = jax.shard_map(body, in_specs=where, out_specs=where, **options)
+        h = run(jnp.tanh(x @ w)) * jnp.linspace(0, 1, len(x))[:, None, None]
+        return jnp.mean(h**2)
+
+    return fun
+
+
+TIMES = normal(4, 4), normal(N, 6, 4)
+OPTIONS = [{"mesh": MESH}, {}, {"axis_names": {"model"}}]
+FOREIGN = [
+    of_times(body, **options)
+    for body in (ring, exchanged, gathered)
+    for options in OPTIONS
+]
+FOREIGN += [of_times(exchanged, mesh=MESH, axis_names={"model"})]
+
+
+@pytest.mark.usefixtures("fast_compilation")
+@pytest.mark.parametrize("fun", FOREIGN)
+def test_regions_over_other_axes_have_the_rows_of_one_device(fun):
+    """The data axis is ours there, whether the mesh of the region names it or not."""
+    with jax.set_mesh(MESH):
+        assert error(fun, 2, *TIMES, data_axis="data") < BOUND
+        assert ga.batch_dependencies(fun, 2, data_axis="data")(*TIMES).whole == []
+
+
+OF_ANOTHER_MESH = [
+    (ga.value_and_grad, of_times(less_mean, mesh=MESH)),
+    (ga.accumulate, of_times(ring, mesh=MESH)),
+]
+
+
+@pytest.mark.parametrize(("make", "fun"), OF_ANOTHER_MESH)
+def test_a_region_that_stays_in_another_mesh_is_refused(make, fun):
+    """XLA does not compile it, or aborts."""
+    w, x = TIMES
+    step = make(fun, 2, data_axis="data")
+    acc = [ga.accumulator.init(w)] if make is ga.accumulate else []
+    with jax.set_mesh(MESH), pytest.raises(ValueError, match="must not be over 'data'"):
+        jax.eval_shape(step, *acc, w, x)
+
+
+@pytest.mark.usefixtures("fast_compilation")
+def test_accumulate_takes_regions_in_the_mesh_of_the_context():
+    w, x = TIMES
+    fun = of_times(ring)
+    step = jax.jit(ga.accumulate(fun, 2, data_axis="data"))
+    with jax.set_mesh(MESH):
+        parts = x.reshape(4, -1, 6, 4)
+        want = sum(jax.grad(fun)(w, part) for part in parts) / 4
+        _, acc = step(ga.accumulator.init(w), w, x)
+        assert jnp.abs(ga.accumulator.mean(acc) - want).max() < BOUND
+        around = jax.shard_map(
+            lambda *args: ga.value_and_grad(fun, 2, data_axis="data")(*args)[0],
+            in_specs=(P(), ROWS),
+            out_specs=P(),
+            axis_names={"data"},
+        )
+        with pytest.raises(ValueError, match="check_vma=False"):
+            jax.eval_shape(around, w, x)

@@ -88,6 +88,7 @@ def test_every_primitive_of_the_table_has_a_case():
     # On several devices: test_constraints, test_devices, test_law_devices, and
     # test_regions. JAX does not batch products of groups: test_ragged.
     there = {"reshard", "pvary", "psum_invariant", "shard_map", "ragged_dot_general"}
+    there |= {"ppermute", "all_gather", "all_to_all", "reduce_scatter"}
     there |= {f"linear {name}" for name in there}
     # Kernels, calls that say how they split: test_kernels. microbatch: test_anywhere.
     # value_and_grad: test_derivatives. A fence, which the passes write later.
