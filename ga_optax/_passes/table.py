@@ -673,9 +673,11 @@ def with_pullback(
             return loss, pull, list(map(jax.numpy.asarray, more))
         except Exception as error:  # Any: what JAX will change is not known.
             # A rule of a function may have failed, and JAX, which runs a rule only if a
-            # tangent reaches it, may raise as well.
+            # tangent reaches it, may raise as well. JAX 0.10 to 0.12 lose what they
+            # know of a rule under vmap that they differentiate once more, by itself.
             results = jax.vjp(evaluate, *params, has_aux=True)
-            if not about.is_of_user(error):
+            is_lost = type(error).__name__ == "StoreException"
+            if not is_lost and not about.is_of_user(error):
                 _warn("backward", "same program", error)
             return results
     return jax.vjp(evaluate, *params, has_aux=True)
