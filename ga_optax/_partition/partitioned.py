@@ -23,7 +23,7 @@ from jax.extend.random import threefry2x32_p
 
 from .._passes import about, jaxprs, primitives
 from .._passes.equation import NAME, WRITTEN
-from .._passes.primitives import ROWWISE, TABLE
+from .._passes.primitives import ROWWISE, SCAN, TABLE
 from . import custom, factors, held, indexing, moves, nested, splits
 from .held import (
     WHOLE,
@@ -640,6 +640,7 @@ _NESTED: dict[str, Rule] = {
     "custom_vjp_call": custom.custom_vjp,
     NAME: nested.divided,
     WRITTEN: nested.written_gradient,
+    SCAN: splits.associative_scan,
 }
 
 

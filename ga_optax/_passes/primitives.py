@@ -352,7 +352,7 @@ CONSTRAINT = "sharding_constraint"
 ADD_TO, WRITE, READ_OUT, NEW_REF = "addupdate", "swap", "freeze", "new_ref"
 # Primitives of ours: `rowwise`, a window, gathered parts, and a call inside a loss.
 ROWWISE, WINDOW, GATHER_PARTS = "rowwise", "ga_optax_window", "ga_optax_gather"
-GRADIENTS = "ga_optax_value_and_grad"
+GRADIENTS, SCAN = "ga_optax_value_and_grad", "associative_scan"
 
 Columns = dict[str, Any]
 OPEN: Columns = {"is_open": True}
@@ -522,7 +522,8 @@ _KINDS = {
     "checkpoint": "remat2",
     "call": "jit closed_call call",
     "open": "custom_vjp_call custom_linear_solve call_hi_primitive shard_map empty get "
-    f"{ADD_TO} {WRITE} {READ_OUT} {NEW_REF} {ROWWISE} {WINDOW} {GRADIENTS}",
+    f"{ADD_TO} {WRITE} {READ_OUT} {NEW_REF} {ROWWISE} {WINDOW} {GRADIENTS} "
+    f"{SCAN}",
     "kernel": "pallas_call dot_product_attention_fwd_wrapper "  # the second of cuDNN
     "dot_product_attention_bwd_wrapper",
     "callback": "pure_callback io_callback",
