@@ -656,9 +656,9 @@ FAULTS = """
 * a promise that is not checked
 - why = "" if types == due else
 + why = "" if types else
-* of a scan by what is associative, what comes before is one micro-batch less
+* a scan by what is associative takes its own total twice
 - last = jnp.maximum(at - 1, 0)
-+ last = jnp.maximum(at - 2, 0)
++ last = at
 * a reversed scan by what is associative begins in the first micro-batch
 - at = w.axis.size - 1 - w.index if reverse else w.index
 + at = w.index

@@ -9,7 +9,6 @@ user promises that it is associative. Then functions that close over values.
 import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
-from itertools import compress
 from typing import Any
 
 import jax
@@ -358,8 +357,9 @@ def _scan_batched(axis: Any, xs: Any, dims: Any, **how: Any) -> list[Any]:
     # An element that all examples share stays so, unless others come into it.
     mapped, new = list[bool](), [d is not None for d in dims[: len(axes)]]
     while mapped != new:
-        mapped, moved = new, compress(pair.jaxpr.invars, [*new, *new, *fixed])
-        found, outs = jaxprs.following(pair.jaxpr, moved), pair.jaxpr.outvars
+        mapped, ins = new, zip(pair.jaxpr.invars, [*new, *new, *fixed], strict=True)
+        found = jaxprs.following(pair.jaxpr, [x for x, m in ins if m])
+        outs = pair.jaxpr.outvars
         new = [m or x in found for m, x in zip(mapped, outs, strict=True)]
 
     def batched(closed: Any, moved: list[bool]) -> Any:

@@ -508,7 +508,7 @@ def test_a_scan_is_what_it_is_elsewhere():
 @pytest.mark.parametrize("case", ["microbatch", "a gradient inside", "twice derived"])
 @FAST
 def test_a_scan_is_right_in_calls_inside_of_calls_and_derived_again(case):
-    scan = functools.partial(SCANS["a recurrence"], reverse=case == "microbatch")
+    scan = functools.partial(SCANS["a recurrence"], reverse=case != "microbatch")
 
     def loss(w, x):
         h = jnp.tanh(x[0] @ w)
