@@ -720,7 +720,16 @@ FAULTS = """
 * a promise that is not checked
 - why = "" if types == due else
 + why = "" if types else
+* a scan by what is associative takes its own total twice
+- last = jnp.maximum(at - 1, 0)
++ last = at
+* a reversed scan by what is associative begins in the first micro-batch
+- at = w.axis.size - 1 - w.index if reverse else w.index
++ at = w.index
 @ _passes/rowwise.py: test_rowwise
+* an associative scan is its recursion alone
+- if _is_read():
++ if False:
 * an axis of vmap that is one off
 - else d + 1 for d, first in pairs
 + else d for d, first in pairs

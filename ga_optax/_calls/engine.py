@@ -132,8 +132,7 @@ def value_and_grad(
         return undivided.undivided(call, AllRows("there is one micro-batch"))
     traced, micro_batch = trace(call.on_device()), None
     try:
-        micro_batch = partition(traced)
-        return (over or over_micro_batches)(micro_batch)
+        return (over or over_micro_batches)(micro_batch := partition(traced))
     except (DoesNotFitError, NoDerivativeError, Warning):
         raise
     except Exception as error:  # All rows take less, or a new JAX fails as it may.

@@ -21,9 +21,8 @@ import numpy as np
 from jax.extend import core, source_info_util
 from jax.extend.random import threefry2x32_p
 
-from .._passes import about, jaxprs, primitives
-from .._passes.equation import NAME, WRITTEN
-from .._passes.primitives import ROWWISE, TABLE
+from .._passes import about, equation, jaxprs, primitives
+from .._passes.primitives import ROWWISE, SCAN, TABLE
 from . import custom, factors, held, indexing, moves, nested, splits
 from .held import (
     WHOLE,
@@ -643,8 +642,9 @@ _NESTED: dict[str, Rule] = {
     "call_hi_primitive": nested.expanded,
     "custom_jvp_call": custom.custom_jvp,
     "custom_vjp_call": custom.custom_vjp,
-    NAME: nested.divided,
-    WRITTEN: nested.written_gradient,
+    equation.NAME: nested.divided,
+    equation.WRITTEN: nested.written_gradient,
+    SCAN: splits.associative_scan,
 }
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
@@ -21,8 +22,8 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from .._passes import about, jaxprs, primitives
 from .._passes.primitives import Axes, Factor, Split
-from .._passes.rowwise import bound
-from . import custom, factors
+from .._passes.rowwise import bound, scan_as_one
+from . import custom, factors, nested
 from .held import PARTIAL, WHOLE, Results, Rows, Value, local_shape, note_of, types_of
 from .writer import Writer
 
@@ -115,6 +116,76 @@ def _warn(e: core.JaxprEqn, why: str) -> None:
         "function for any number of rows.",
         stacklevel=2,
     )
+
+
+# -- Associative scans -----------------------------------------------------------------
+
+
+def associative_scan(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+    """A `jax.lax.associative_scan` along rows: the scan of a micro-batch's own.
+
+    Each micro-batch combines its elements to one. All that come before are combined
+    with its first element, and then it scans its own. So nothing is scanned twice, and
+    what a backward pass keeps is of a scan of the micro-batch.
+    """
+    (program, pair), axes = jaxprs.inner(e), e.params["axes"]
+    n, reverse = len(axes), e.params["reverse"]
+    along = [v.rows for v, d in zip(vs, axes, strict=False) if v.rows and v.dim == d]
+    # A region that checks types has types for each equation of the recursion alone.
+    if not along or w.axis.is_checked or custom.has_nonlinear_rule(w, e):
+        return nested.inlined(w, program, vs)
+    if any(rows.segments > 1 for rows in along):
+        return None
+    ins = w.parts(vs, Rows(0), [*axes, *[None] * (len(vs) - n)])
+    xs = [jnp.moveaxis(x, d, 0) for x, d in zip(ins, axes, strict=False)]
+
+    @jax.vmap
+    def fn(a: list[Any], b: list[Any]) -> list[Any]:
+        return jaxprs.results(pair, [*a, *b, *ins[n:]])
+
+    def turned(xs: list[Any]) -> list[Any]:
+        return [jnp.flip(x, 0) for x in xs] if reverse else xs
+
+    xs = turned(xs)
+    for v in vs[:n]:
+        w.meet(v)
+    totals = turned([w.gather(x[0]) for x in _combined(fn, xs)])
+    totals = jax.lax.associative_scan(fn, totals)
+    at = w.axis.size - 1 - w.index if reverse else w.index
+    xs = _after(fn, at, totals, xs)
+    scan = jax.lax.associative_scan
+    if w.scope.partitioned_again:  # a `microbatch` in the loss partitions it once more
+        scan = functools.partial(scan_as_one, scan)
+    out = turned(scan(fn, xs))
+    moved = [jnp.moveaxis(x, 0, d) for x, d in zip(out, axes, strict=True)]
+    return [(x, Rows(d)) for x, d in zip(moved, axes, strict=True)]
+
+
+def _combined(fn: Callable[..., Any], xs: list[Any]) -> list[Any]:
+    """All elements, combined to one."""
+    while (n := len(xs[0])) > 1:
+        pairs = fn([x[: n - 1 : 2] for x in xs], [x[1::2] for x in xs])
+        ends = [x[n - n % 2 :] for x in xs]
+        xs = [jnp.concatenate(both) for both in zip(pairs, ends, strict=True)]
+    return xs
+
+
+def _after(fn: Callable[..., Any], at: Any, totals: Any, xs: Any) -> list[Any]:
+    """A micro-batch's elements, the first of which is combined with all before it.
+
+    Before those of the first micro-batch there are none. There the first two elements
+    are combined, which the scan does as well: so what is not chosen is no NaN that
+    would come into a gradient.
+    """
+    own, following = [x[:1] for x in xs], [x[1:2] if len(x) > 1 else x for x in xs]
+    last = jnp.maximum(at - 1, 0)
+    before = [jax.lax.dynamic_index_in_dim(x, last, 0) for x in totals]
+
+    def chosen(first: list[Any], others: list[Any]) -> list[Any]:
+        return [jnp.where(at == 0, x, y) for x, y in zip(first, others, strict=True)]
+
+    start = chosen(own, fn(chosen(own, before), chosen(following, own)))
+    return [jnp.concatenate([x, y[1:]]) for x, y in zip(start, xs, strict=True)]
 
 
 # -- Rules for shardings ---------------------------------------------------------------

@@ -373,7 +373,7 @@ ADD_TO, WRITE, READ_OUT, NEW_REF = "addupdate", "swap", "freeze", "new_ref"
 PUT = "device_put"
 # Primitives of ours: `rowwise`, a window, gathered parts, and a call inside a loss.
 ROWWISE, WINDOW, GATHER_PARTS = "rowwise", "ga_optax_window", "ga_optax_gather"
-GRADIENTS, APART = "ga_optax_value_and_grad", "ga_optax_apart"
+GRADIENTS, APART, SCAN = "ga_optax_value_and_grad", "ga_optax_apart", "associative_scan"
 
 Columns = dict[str, Any]
 OPEN: Columns = {"is_open": True}
@@ -545,7 +545,8 @@ _KINDS = {
     "checkpoint": "remat2",
     "call": "jit closed_call call",
     "open": "custom_vjp_call custom_linear_solve call_hi_primitive shard_map empty get "
-    f"{ADD_TO} {WRITE} {READ_OUT} {NEW_REF} {ROWWISE} {WINDOW} {GRADIENTS}",
+    f"{ADD_TO} {WRITE} {READ_OUT} {NEW_REF} {ROWWISE} {WINDOW} {GRADIENTS} "
+    f"{SCAN}",
     "kernel": "pallas_call dot_product_attention_fwd_wrapper "  # the second of cuDNN
     "dot_product_attention_bwd_wrapper",
     "callback": "pure_callback io_callback",

@@ -635,7 +635,7 @@ class _Backward:
         def every(*xs: Any) -> list[Any]:
             def of_moving(*some: Any) -> tuple[list[Any], list[list[Any]]]:
                 notes = [functools.partial(gives.add, i) for i in range(len(some))]
-                some = tuple(map(_noted, notes, some))
+                some = tuple(map(jaxprs.noted, notes, some))
                 new, outs, smooth = jaxprs.put(xs, moving, some), [], []
                 for (e, ins, at), (*_, given) in zip(cases, kinds, strict=True):
                     values = new[at : at + len(ins)]
@@ -681,20 +681,6 @@ def _in_two(
         _Part([e for e in eqns if later.isdisjoint(e.outvars)], ins, [*outs, *left]),
         _Part(back, [*left, *cotangents], grads),
     )
-
-
-def _noted(note: Callable[[], None], x: jax.Array) -> jax.Array:
-    """`x`; `note` is called when a cotangent comes back, though it may be of zeros."""
-
-    def back(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
-        note()
-        return (cotangent,)
-
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return x
-    same = jax.custom_vjp(lambda x: x)
-    same.defvjp(lambda x: (x, None), back)
-    return same(x)
 
 
 def _flat(

@@ -2,7 +2,8 @@
 
     rowwise(f)(x)[i]  =  f(x[i : i + 1])[0]
 
-The promise is one equation, with derivatives; then functions that close over values.
+The promise is one equation, with derivatives. So is a scan by a function of which the
+user promises that it is associative. Then functions that close over values.
 """
 
 import functools
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from .._checks import check_callable, named_leaves
+from .._devices import meshes
 from . import equation, jaxprs, primitives
 from .primitives import Axes, Factor, Split
 
@@ -274,6 +276,131 @@ def _transposed(xs: Any, linear: Any, cts: Any, *, promise: Split, program: Any)
     zeros = [jnp.zeros_like(program.in_avals[i]) for i in linear]
     new = promise.of_some(back, [*range(n), *(n + i for i in cts)], linear)
     return bound(new, *jaxprs.put(xs, linear, zeros), *cts.values())
+
+
+# == Associative scans =================================================================
+# `jax.lax.associative_scan`, whose function is associative because the user says so.
+#
+# JAX writes a recursion over slices of every second element, which does not say what it
+# computes. In a program that will be partitioned a scan is one equation instead: with
+# that recursion as its program, and beside it the function, of two single elements.
+#
+# JAX has no place where one could say so. But what users import, under whatever name,
+# is a wrapper around the function itself, which is replaced there, once. Elsewhere the
+# new one calls the old one.
+
+SCAN = primitives.SCAN
+
+
+def scan_as_one(
+    plain: Callable[..., Any], fn: Any, elems: Any, reverse: bool = False, axis: int = 0
+) -> Any:
+    """`plain`, which is JAX's function, as one equation."""
+    leaves, structure = jax.tree.flatten(elems)
+
+    def scanned(*xs: Any) -> Any:
+        return plain(fn, structure.unflatten(xs), reverse, axis)
+
+    def of_two(*xs: Any) -> list[Any]:
+        xs = tuple(jnp.expand_dims(x, dim) for x in xs)
+        out = fn(structure.unflatten(xs[:n]), structure.unflatten(xs[n:]))
+        return [x.squeeze(dim) for x in jax.tree.leaves(out)]
+
+    program: Any = jax.make_jaxpr(scanned)(*leaves)  # raises what JAX raises
+    n, dim = len(leaves), axis % jnp.ndim(leaves[0])
+    if program.effects or jnp.shape(leaves[0])[dim] < 2:
+        return plain(fn, elems, reverse, axis)
+    types = [
+        _of_shape(x, (*x.shape[:dim], *x.shape[dim + 1 :])) for x in program.out_avals
+    ]
+    pair: Any = jax.make_jaxpr(of_two)(*types, *types)
+    known = [*program.jaxpr.constvars, *pair.jaxpr.constvars]
+    out = _scan_primitive().bind(
+        *leaves,
+        *program.consts,
+        *pair.consts,
+        program=_with_arguments(program, known),
+        pair=_with_arguments(pair, known),
+        axes=(dim,) * n,
+        reverse=reverse,
+    )
+    return structure.unflatten(out)
+
+
+def _of_shape(x: Any, shape: tuple[int, ...]) -> Any:
+    """A type like `x`, which varies over devices as that does."""
+    if meshes.varying(x):
+        return x.update(shape=shape, weak_type=False)
+    return jax.ShapeDtypeStruct(shape, x.dtype)
+
+
+def _with_arguments(closed: Any, more: list[Any]) -> Any:
+    """A program with more arguments, the last ones, in place of its constants."""
+    jaxpr = jaxprs.closing_over(closed.jaxpr, [], [], [*closed.jaxpr.invars, *more])
+    return core.ClosedJaxpr(jaxpr, ())
+
+
+@functools.cache
+def _scan_primitive() -> core.Primitive:
+    def plain(program: Any, **_: Any) -> tuple[Any, int]:
+        return core.jaxpr_as_fun(program), len(program.in_avals)
+
+    def derived(xs: Any, moved: Any, dots: Any, *, program: Any, **_: Any) -> Any:
+        return equation.differentiated(core.jaxpr_as_fun(program), xs, moved, dots)
+
+    return equation.primitive(SCAN, equation.How(plain, _scan_batched, derived))
+
+
+def _scan_batched(axis: Any, xs: Any, dims: Any, **how: Any) -> list[Any]:
+    pair, axes, size = how["pair"], how["axes"], axis.size
+    fixed = [d is not None for d in dims[len(axes) :]]
+    # An element that all examples share stays so, unless others come into it.
+    mapped, new = list[bool](), [d is not None for d in dims[: len(axes)]]
+    while mapped != new:
+        mapped, ins = new, zip(pair.jaxpr.invars, [*new, *new, *fixed], strict=True)
+        found = jaxprs.following(pair.jaxpr, [x for x, m in ins if m])
+        outs = pair.jaxpr.outvars
+        new = [m or x in found for m, x in zip(mapped, outs, strict=True)]
+
+    def batched(closed: Any, moved: list[bool]) -> Any:
+        ins, outs = ([0 if m else None for m in of] for of in (moved, mapped))
+        fun = jax.vmap(core.jaxpr_as_fun(closed), ins, outs, axis_size=size)
+        types = [
+            _of_shape(x, (size, *x.shape) if m else x.shape)
+            for m, x in zip(moved, closed.in_avals, strict=True)
+        ]
+        return jax.make_jaxpr(fun)(*types)
+
+    def everywhere(x: Any) -> Any:
+        return jnp.broadcast_to(x, (size, *jnp.shape(x)))
+
+    pairs = zip(equation.in_front(xs, dims), dims, mapped + fixed, strict=True)
+    out = _scan_primitive().bind(
+        *(everywhere(x) if d is None and m else x for x, d, m in pairs),
+        program=batched(how["program"], [*mapped, *fixed]),
+        pair=batched(pair, [*mapped, *mapped, *fixed]),
+        axes=tuple(d + m for d, m in zip(axes, mapped, strict=True)),
+        reverse=how["reverse"],
+    )
+    return [x if m else everywhere(x) for x, m in zip(out, mapped, strict=True)]
+
+
+def _replace_scan(wrapper: Any) -> None:
+    """Replaces the function in a wrapper of JAX; nothing if it is no such wrapper."""
+    plain: Any = getattr(wrapper, "__wrapped__", None)
+
+    def scan(*args: Any, **kwargs: Any) -> Any:
+        if _is_read():
+            return scan_as_one(plain, *args, **kwargs)
+        return plain(*args, **kwargs)
+
+    cells = getattr(wrapper, "__closure__", None) or ()
+    for cell in cells if plain else ():
+        if cell.cell_contents is plain:
+            cell.cell_contents = scan
+
+
+_replace_scan(jax.lax.associative_scan)
 
 
 # == Closures ==========================================================================

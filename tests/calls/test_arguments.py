@@ -392,6 +392,7 @@ def exported(fun, rows, columns=None, make=ga.value_and_grad, **options):
 
 
 @pytest.mark.filterwarnings("ignore:scan at .* is computed whole")
+@pytest.mark.filterwarnings("ignore:.* the undivided batch takes less")  # by 2 %
 @pytest.mark.grid(3, 5)
 @pytest.mark.parametrize(
     ("fun", "rows", "columns", "options"),

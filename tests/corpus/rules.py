@@ -378,6 +378,11 @@ def chunks(h, w, ids):
     return lax.scan(jax.checkpoint(body), 0.0, h[:, None])
 
 
+def affine(x, y):
+    """Of functions a·x + b, as pairs of a and b, the second after the first."""
+    return x[0] * y[0], y[0] * x[1] + y[1]
+
+
 def carried(h, w, ids):
     return lax.scan(lambda c, x: (0.5 * c + x, c), w[0], h)
 
@@ -422,6 +427,13 @@ NESTED = {
         "jax.scipy.special.zeta(3, 2 + h**2)",
     ],
     "rowwise": ["of_rows(h)", "derived(h, w)"],
+    "associative_scan": [
+        "lax.associative_scan(affine, (unit(h), h @ w), reverse=True)",
+        "lax.associative_scan(jnp.matmul, matrices(h) / 4)",
+        "lax.associative_scan(lambda x, y: x + y + ids[0] * x * y, h[:, 1:] / 9)",
+        "jax.vmap(lambda b: lax.associative_scan(affine, (unit(h[:, 0]), b))[1], 1)(h)",
+        "lax.associative_scan(jnp.maximum, h, axis=1)",
+    ],
     "custom_vjp_call": [lambda h, w, ids: doubled(h, w[0]), "clipped(h)", "ranked(h)"],
 }
 

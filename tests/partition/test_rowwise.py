@@ -11,6 +11,7 @@ import pytest
 from helpers import bits, mesh_of, normal, off, refusals, ruled, says, temporaries
 from jax.extend import core
 from jax.interpreters import mlir
+from jax.lax import associative_scan
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
@@ -376,3 +377,153 @@ def test_what_does_not_fit_says_what_was_required_what_came_and_what_to_do(
     code, error, said
 ):
     says(lambda: eval(code), (TypeError, ValueError), said)
+
+
+# -- Functions that are associative ----------------------------------------------------
+
+
+def affine(x, y):
+    """Of functions a·x + b, as pairs of a and b, the second after the first."""
+    return x[0] * y[0], y[0] * x[1] + y[1]
+
+
+def reset(x, y):
+    """A sum that starts anew at a flag."""
+    return jnp.where(y["flag"], y["sum"], x["sum"] + y["sum"]), x["flag"] | y["flag"]
+
+
+def of_reset(h, **how):
+    def fn(x, y):
+        return dict(zip(("sum", "flag"), reset(x, y), strict=True))
+
+    return associative_scan(fn, {"sum": h, "flag": h > 0.7}, **how)["sum"]
+
+
+def of_products(h, **how):
+    near = (
+        jnp.eye(h.shape[-1], dtype=h.dtype)
+        + h[..., None] * jnp.sin(h)[..., None, :] / 9
+    )
+    return associative_scan(jnp.matmul, near, **how)[..., 0]
+
+
+def of_closure(h, **how):
+    c = jnp.cos(h[0, :1])  # the same for all, of one row
+    return associative_scan(lambda x, y: x + y + c * x * y, h / 9, **how)
+
+
+SCANS = {
+    "a recurrence": lambda h, **how: associative_scan(
+        affine, (jax.nn.sigmoid(h), h), **how
+    )[1],
+    "a maximum": functools.partial(associative_scan, jnp.maximum),
+    "flags": of_reset,
+    "matrix products": of_products,
+    "a closure": of_closure,
+}
+
+
+def layers_of(scan, how):
+    """A loss of one sequence, [1, tokens, width], and where its scans are."""
+    place = how.pop("place")
+
+    def layer(w, h):
+        h = jnp.tanh(h @ w)
+        if place == "vmap":
+            return jax.vmap(functools.partial(scan, **how))(h[None])[0]
+        return scan(h, **how)
+
+    if place == "checkpoint":
+        layer = jax.checkpoint(layer)
+
+    def loss(w, x):
+        h, _ = jax.lax.scan(lambda h, w: (h + layer(w, h), None), x[0], w)
+        return jnp.mean(jnp.sin(h))
+
+    return loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCANS)
+@pytest.mark.usefixtures("fast_compilation", "float64")
+def test_an_associative_scan_along_rows_is_of_each_micro_batch(name):
+    pick = np.random.default_rng(list(SCANS).index(name)).choice
+    place, k = str(pick(["checkpoint", "vmap", "plain"])), int(pick([2, 3, K]))
+    loss = layers_of(SCANS[name], {"reverse": bool(pick(2)), "place": place})
+    args = normal(2, 4, 4).astype(float), normal(1, 3 * K, 4, seed=1).astype(float)
+    ours = jax.jit(ga.value_and_grad(loss, k, batch_axes=1))(*args)
+    # Some hundred terms, conditioned no worse than 10.
+    assert off(ours, jax.jit(jax.value_and_grad(loss))(*args)) < 1e-12
+    assert not ga.batch_dependencies(loss, k, batch_axes=1)(*args).whole
+
+
+@pytest.mark.quick
+@FAST
+def test_a_scan_of_what_is_not_associative_is_another():
+    def loss(w, x, scan=associative_scan):
+        return jnp.mean(scan(jnp.subtract, x[0] * w))
+
+    args = jnp.float32(2), normal(1, 2 * K, 3)
+    want = jax.value_and_grad(loss)(*args)
+    ours = ga.value_and_grad(loss, 2, batch_axes=1)
+    assert off(jax.jit(ours)(*args), want) > 0.1
+    # That recursion, which nobody announces, is right, and is no scan of its own.
+    plain = functools.partial(loss, scan=jax.lax.associative_scan.__wrapped__)
+    ours = ga.value_and_grad(plain, 2, batch_axes=1)
+    assert off(jax.jit(ours)(*args), want) < BOUND
+
+
+@FAST
+def test_a_recurrence_over_tokens_takes_the_memory_of_a_micro_batch():
+    def loss(scan, w, x):
+        h = x[0] @ w
+        a, b = jax.nn.sigmoid(h)[..., None], h[..., None] * jnp.arange(1.0, 9)
+        return jnp.mean(jnp.sin(scan(affine, (a * jnp.ones(8), b))[1]))
+
+    args = normal(WIDTH, WIDTH), normal(1, 8 * K, WIDTH, seed=1)
+
+    def taken(scan, way):
+        return temporaries(jax.jit(way(functools.partial(loss, scan))), *args)
+
+    ours = functools.partial(ga.value_and_grad, num_microbatches=K, batch_axes=1)
+    whole = taken(associative_scan, jax.value_and_grad)
+    assert taken(associative_scan, ours) < whole / 3
+    # By its recursion alone it is no scan.
+    assert taken(jax.lax.associative_scan.__wrapped__, ours) > whole / 2
+
+
+@pytest.mark.quick
+def test_a_scan_is_what_it_is_elsewhere():
+    def names(scan):
+        return [e.primitive.name for e in jax.make_jaxpr(scan)(jnp.ones(5)).jaxpr.eqns]
+
+    plain = jax.lax.associative_scan.__wrapped__
+    ours, theirs = (functools.partial(x, jnp.add) for x in (associative_scan, plain))
+    assert names(ours) == names(theirs)
+    loss = ga.value_and_grad(lambda w, x: jnp.sum(associative_scan(3, w * x)), 2)
+    with pytest.raises(TypeError, match="fn argument should be callable"):
+        loss(1.0, jnp.ones(4))
+
+
+@pytest.mark.parametrize("case", ["microbatch", "a gradient inside", "twice derived"])
+@FAST
+def test_a_scan_is_right_in_calls_inside_of_calls_and_derived_again(case):
+    scan = functools.partial(SCANS["a recurrence"], reverse=case != "microbatch")
+
+    def loss(w, x):
+        h = jnp.tanh(x[0] @ w)
+        if case == "microbatch":
+            return jnp.mean(ga.microbatch(scan, 2, batch_argnums=0)(h) ** 2)
+        if case == "a gradient inside":
+            return jnp.mean(jax.grad(lambda h: jnp.sum(jnp.sin(scan(h))))(h) ** 2)
+        return jnp.mean(scan(h) ** 2)
+
+    def result(way):
+        def squared(w, x):
+            return jnp.sum(way(w, x)[1] ** 2)
+
+        fun = jax.grad(squared) if case == "twice derived" else way
+        return jax.jit(fun)(normal(4, 4), normal(1, 2 * K, 4, seed=1))
+
+    ours = ga.value_and_grad(loss, 2, batch_axes=1)
+    assert off(result(ours), result(jax.value_and_grad(loss))) < BOUND
