@@ -92,6 +92,8 @@ SECTIONS = {  # which a search leads to first, and its name
     "diffrax": ("equinox_haiku", "Loops of Equinox and Diffrax"),
     "numpyro": ("recipes", "NumPyro: SVI with plates"),
     "retrieval": ("recipes", "Retrieval with large tables"),
+    "long context": ("sequence", "What it takes"),
+    "host memory": ("host_memory", "The optimizer’s state"),
 }
 
 
