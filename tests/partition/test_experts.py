@@ -135,9 +135,10 @@ def test_experts_run_at_most_three_times_and_once_back(layer, how, monkeypatch):
     found = ga.batch_dependencies(loss_of(layer, how), K)(*arguments(512))
     assert (found.forward_passes, found.backward_passes) <= (3, 1)
     whole = {note.name for note in found.whole}
-    if not found.undivided:  # which takes less where so much is whole
+    if not found.undivided:
         assert whole == ({"sort", "gather"} if layer is dropless else set())
-    assert layer is dropless or not found.undivided
+    # With a checkpoint, what all rows send to experts is most of what there is to keep.
+    assert not found.undivided or how == "checkpointed scan"
 
 
 @pytest.mark.cpu

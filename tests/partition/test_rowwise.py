@@ -488,8 +488,9 @@ def test_a_recurrence_over_tokens_takes_the_memory_of_a_micro_batch():
     ours = functools.partial(ga.value_and_grad, num_microbatches=K, batch_axes=1)
     whole = taken(associative_scan, jax.value_and_grad)
     assert taken(associative_scan, ours) < whole / 3
-    # By its recursion alone it is no scan.
-    assert taken(jax.lax.associative_scan.__wrapped__, ours) > whole / 2
+    with pytest.warns(UserWarning, match="the undivided batch takes less"):
+        # By its recursion alone it is no scan.
+        assert taken(jax.lax.associative_scan.__wrapped__, ours) > whole / 2
 
 
 @pytest.mark.quick
