@@ -64,11 +64,14 @@ def test_a_window_takes_one_micro_batch_and_the_sums_outside_of_its_scan(
 
 
 def test_casts_that_are_held_through_the_window_would_be_seen(monkeypatch):
-    """Those of the embedding and the head, on TPUs: half as large as their sums."""
+    """Those of the embedding and the head, on TPUs: half as large as their sums.
+
+    XLA rounds what it takes up to pages of 4 KiB or less.
+    """
     inside = temporaries(ga.value_and_grad(loss, K), "v6e", 12, K, {})
     monkeypatch.setattr(micro_step, "cast_inside", lambda leaves, *_: leaves)
     before = temporaries(ga.value_and_grad(loss, K), "v6e", 12, K, {})
-    assert before - inside >= OUTSIDE / 2
+    assert before - inside >= OUTSIDE / 2 - 4096
 
 
 def test_a_second_gradient_of_the_layers_would_be_seen():

@@ -530,7 +530,7 @@ def test_the_rest_of_the_rows_takes_the_memory_of_a_micro_batch():
         args = p, array(n, width)
         return temporaries(jax.jit(ga.value_and_grad(loss, k)), *args)
 
-    copy = 1023 * width * 4
-    assert taken(1023, 8) < taken(1024, 8) + 1.1 * copy
+    copy, more = 1023 * width * 4, 0 if HAS_REFS else p.nbytes  # by hand, one more sum
+    assert taken(1023, 8) < taken(1024, 8) + 1.1 * copy + more
     # The twin: two micro-batches take twice as much.
     assert taken(1023, 4) > taken(1024, 8) + 2 * copy
