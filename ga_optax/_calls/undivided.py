@@ -79,7 +79,7 @@ def why_undivided(error: Exception, micro_batch: Any) -> str:
         if not micro_batch.part.whole:
             return str(error)
         _, what, todo = _whole_in_words(micro_batch.part)
-        return f"{error} In each of them, {what}. {todo}"
+        return f"{error} Each of them has {what}. {todo}"
     why = " ".join([str(error).split("\n")[0], *getattr(error, "__notes__", ())])
     return (
         f"ga_optax with jax {jax.__version__} cannot divide the program: "

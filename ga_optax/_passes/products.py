@@ -177,9 +177,8 @@ class _Rewriter:
         """An addition to a reference, or a write: what it adds is a sum."""
         x = equation.invars[1]
         self.sums[x] = _Sum(True)
-        adds = (
-            self.facts.devices.is_local and equation.primitive.name == primitives.ADD_TO
-        )
+        is_local, name = self.facts.devices.is_local, equation.primitive.name
+        adds = is_local and name == primitives.ADD_TO
         return _fenced(equation) if adds and _is_product(self.jaxpr, x) else [equation]
 
     def _cast(self, cast: core.JaxprEqn, sliced: bool) -> core.JaxprEqn:
@@ -491,7 +490,7 @@ class _BothWays(NamedTuple):
     Attributes:
       there: takes the operands; returns the results, then what the way back reads.
       back: takes what it reads, and cotangents; returns gradients.
-      gives: for each gradient, False if it is zero.
+      gives: for each gradient, False if JAX has no cotangent for the operand.
     """
 
     there: _Part

@@ -635,7 +635,7 @@ _failed: set[str] = set()
 
 def run_scope(scope: str, program: Program, facts: Facts) -> Program:
     """The program after all passes of a scope that apply, but those that raise."""
-    if scope == "loop":
+    if scope == "loop":  # what the backward pass inserted is equations for all passes
         program = program._replace(jaxpr=products.opened(program.jaxpr))
     for change in PASSES:
         if change.scope == scope and change.applies(facts):

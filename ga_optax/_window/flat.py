@@ -500,11 +500,13 @@ def _growing(
 
 
 def _is_cheaper(e: core.JaxprEqn) -> bool:
-    """True if an equation is cheap, and no function such as `exp` of many digits."""
-    row = primitives.entry_of(e)
-    is_linear = bool(row.each or row.linear_in(len(e.invars)))
-    moves = bool(jaxprs.inner_programs(e)) or is_linear
-    return jaxprs.is_cheap(e) and (moves or not any(map(jaxprs.is_inexact, e.outvars)))
+    """True if an equation is cheap, and no function such as `exp` of many digits.
+
+    What runs a program, or is linear in some operand, is no such function.
+    """
+    row, has_digits = primitives.entry_of(e), any(map(jaxprs.is_inexact, e.outvars))
+    other = jaxprs.inner_programs(e) or row.each or row.linear_in(len(e.invars))
+    return jaxprs.is_cheap(e) and bool(other or not has_digits)
 
 
 def run_in_groups(

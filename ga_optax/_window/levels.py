@@ -512,10 +512,8 @@ def _looped(
     stacks, moved = _stacks(values, buffers, given, parts, late)
 
     leaves, first = operands.batch, len(operands.batch) - len(parts)
-    for i in moved:
-        leaves[first + i] = (
-            values.operands.indices
-        )  # the loop reads the part in the total
+    for i in moved:  # the loop reads the part in the total
+        leaves[first + i] = values.operands.indices
     loop = Loop(
         program,
         values.devices,
