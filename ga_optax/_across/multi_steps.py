@@ -391,13 +391,13 @@ def _check_opt(opt: Any, k: Any) -> None:
 
 
 def _check_spelling(extra_args: dict[str, Any]) -> None:
-    """Raises if an extra argument looks like a misspelt `weight` or `emit`."""
+    """Raises if an extra argument is `emit`, or a misspelt `weight` or `emit`."""
     for name in extra_args:
         for meant in difflib.get_close_matches(name, ("weight", "emit"), cutoff=0.75):
-            raise TypeError(
-                "Extra arguments are for the inner optimizer, but "
-                f"{name!r} looks like {meant!r}. Spell it {meant}=."
-            )
+            found = f"{name!r} looks like {meant!r}. Spell it {meant}=."
+            if name == meant:  # `update` has no such argument
+                found = f"only ga_optax.apply_gradients has {name}=. Call it instead."
+            raise TypeError(f"Extra arguments are for the inner optimizer, but {found}")
 
 
 def _check_extra_args(opt: Any, extra_args: dict[str, Any]) -> None:

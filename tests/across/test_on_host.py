@@ -1,5 +1,7 @@
 """The optimizer's state in the host's memory; see the contract for every optimizer."""
 
+import functools
+
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
@@ -104,6 +106,19 @@ def test_a_static_emit_decides_also_if_a_weight_may_prevent_the_step(options):
     state = check_same(WAYS["windows"], **options)
     assert kinds(state.inner_opt_state) == [{"pinned_host"}, {"device"}]
     assert kinds(state.total)[0] == {"device"}
+
+
+@pytest.mark.quick
+def test_a_conditional_decides_and_no_select_brings_both_states_to_the_device():
+    def conditionals(opt):
+        tx = ga.MultiSteps(opt, 2)
+        state = jax.jit(tx.init)(arrays())
+        step = functools.partial(ga.apply_gradients, tx, emit=True, weight=2.0)
+        program = jax.make_jaxpr(step)(grads(1), state, arrays())
+        return [e.primitive.name for e in program.jaxpr.eqns].count("cond")
+
+    assert conditionals(ga.on_host(ADAM)) == 1
+    assert conditionals(ADAM) == 0  # the twin: on the device a select is faster
 
 
 @pytest.mark.quick

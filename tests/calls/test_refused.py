@@ -559,6 +559,7 @@ update(of_tx={"opt": PLATEAU}) -> T 'value'
 update(wieght=3.0) -> T 'wieght' looks like 'weight'
 apply(weights=3.0) -> T 'weights' looks like 'weight'
 apply(emits=3.0) -> T 'emits' looks like 'emit'
+update(emit=True) -> T only ga_optax.apply_gradients has emit=. Call it instead
 apply(INNER, loss=3.0) -> T plain GradientTransformation | 'loss'
 apply(COPY, loss=3.0) -> T plain GradientTransformation | 'loss'
 apply(PLAIN, loss=3.0) -> T plain GradientTransformation | 'loss'
