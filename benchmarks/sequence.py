@@ -232,9 +232,8 @@ LAYERS: dict[str, Mix] = {
     "a state-space layer by `lax.scan`": state_space,
     "a mixture of experts": experts,
     "dropout": dropped,
+    "`associative_scan`": by_scan,
 }
-# Its recursion of slices takes minutes to trace and to compile.
-SLOW: dict[str, Mix] = {"`associative_scan`": by_scan}
 
 
 def cases(length: int = LENGTH) -> Iterator[tuple[str, compare.Case]]:

@@ -6,7 +6,6 @@ Stages are the one list that runs, that reports count, and that `batch_dependenc
 prints.
 """
 
-import functools
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from .._devices.meshes import DeviceContext
 from .._loop.loop import Outcome, all_reduced, run_loop
 from .._loop.micro_step import LossProgram, Operands, of_last_device
 from .._passes import about, jaxprs
-from .._text import columns, warn
+from .._text import columns, warn_once
 from . import levels
 from .levels import Arrays, Buffers, Evaluation, MeetingLoss, Wanted
 from .room import LITTLE, has_room, largest_step, planned, share
@@ -364,10 +363,9 @@ def _runs_to(schedule: Schedule, runs: dict[int, Runs]) -> dict[Any, Runs]:
 _FORWARD, _BACKWARD = 3, 1  # the runs of segments, however many levels there are
 
 
-@functools.cache  # once
 def _warn(report: WindowReport) -> None:
     room = room_sentence(report.room) if report.room else ""
-    warn(
+    warn_once(
         f"No part of fun should run forward more than {_FORWARD} times and backward "
         f"{_BACKWARD}, but in {report.levels} levels where rows meet some run forward "
         f"{report.forward} times and backward {report.backward}, since what they need "

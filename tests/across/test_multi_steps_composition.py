@@ -61,7 +61,6 @@ def test_extra_arguments_and_weights_arrive_and_the_state_is_found(name, jit):
 @pytest.mark.quick
 def test_a_window_that_is_left_out_and_counted_is_warned_of_once():
     tx = ga.MultiSteps(optax.apply_if_finite(optax.sgd(1.0), 3), 2)
-    _text.warn_once.cache_clear()
     with pytest.warns(UserWarning, match="should_drop_window_fn=ga_optax.drop_window"):
         state = tx.init(PARAMS)
     tx.init(PARAMS)  # as are all warnings below, a second one would be an error

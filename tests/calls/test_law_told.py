@@ -17,16 +17,13 @@ from jax.scipy.special import xlogy
 from jax.sharding import PartitionSpec
 
 import ga_optax as ga
-from ga_optax import _text
 from ga_optax._calls import engine, undivided
 from ga_optax._calls import rows as calls_rows
-from ga_optax._calls.call import log_what_is_missing
 from ga_optax._loop import loop, micro_step
 from ga_optax._partition import held
 from ga_optax._partition.held import RowsMeet
 from ga_optax._passes import about
 from ga_optax._window import levels, room
-from ga_optax._window import run as window_run
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 HERE = str(TESTS) + os.sep
@@ -69,7 +66,6 @@ def test_a_table_that_is_taken_for_the_rows_is_warned_of_once():
         part = {name: batch[name] for name in names}
         return warned(lambda: ga.value_and_grad(fun, **options)(1.0, part))
 
-    _text.warn_once.cache_clear()
     [text] = told("tokens", "table")
     assert "here 1,000 (leaf ['table'] has shape (1000, 4))" in text
     assert "more leaves have 8 rows. If that leaf is a table, give it None in" in text
@@ -253,7 +249,6 @@ def centred(p, b):
 @pytest.mark.parametrize("rows", [16, 1024])
 def test_who_runs_more_often_than_room_would_cost_is_warned_once(rows, monkeypatch):
     monkeypatch.setattr(room, "LITTLE", 0)  # else so few rows are all kept
-    window_run._warn.cache_clear()
     args = jnp.ones((12, 32, 32)) / 32, jnp.ones((rows, 32))
     step = lambda: jax.eval_shape(ga.value_and_grad(centred, 8), *args)  # noqa: E731
     told = [sum("With residual_bytes=" in x for x in warned(step)) for _ in range(2)]
@@ -275,10 +270,8 @@ def test_an_old_jax_says_once_in_the_log_what_it_cannot_do(
 ):
     monkeypatch.setattr(micro_step, "HAS_REFS", has_refs)
     caplog.set_level("INFO", "ga_optax")
-    log_what_is_missing.cache_clear()
     for _ in range(2):
         ga.value_and_grad(by_rows, K, optimize=optimize)(BIG[1], BIG[0][:8])
-    log_what_is_missing.cache_clear()
     found = [record.getMessage() for record in caplog.records]
     assert len(found) == (optimize and not has_refs)
     assert all(jax.__version__ in one and "in place" in one for one in found)
