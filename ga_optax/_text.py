@@ -1,6 +1,5 @@
 """Formats tables and paragraphs, and warns at the line of the user's code."""
 
-import functools
 import math
 import os
 import re
@@ -109,7 +108,18 @@ def warn(text: str) -> None:
     warnings.warn(text, stacklevel=next(outside, 2))
 
 
-warn_once = functools.cache(warn)
+def warn_once(text: str) -> None:
+    """Warns, unless the same was said before."""
+    if is_first(text):
+        warn(text)
 
 
+def is_first(key: Any) -> bool:
+    """True the first time that it is called with this key: for what is said once."""
+    is_new = key not in _said
+    _said.add(key)
+    return is_new
+
+
+_said: set[Any] = set()
 _INSIDE = tuple(os.path.dirname(path) + os.sep for path in (__file__, jax.__file__))

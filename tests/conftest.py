@@ -18,7 +18,6 @@ import jax
 import pytest
 
 from ga_optax import _text
-from ga_optax._calls import call
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -41,8 +40,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 @pytest.fixture(autouse=True)
 def nothing_was_said_before():
     """What is said once is said anew in each test, whichever tests ran before it."""
-    for once in (_text.warn_once, call.log_what_is_missing):
-        once.cache_clear()
+    _text._said.clear()
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from .. import _checks, config
 from .._devices import collectives, meshes
 from .._loop import micro_step
 from .._passes import about
-from .._text import warn
+from .._text import is_first, warn
 from . import batches
 from .batches import Devices
 from .options import Argument, Options
@@ -531,10 +531,9 @@ def warns_outside_jit(run: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-@functools.cache
 def log_what_is_missing() -> None:
-    """Logs what this version of JAX cannot do."""
-    if not micro_step.HAS_REFS:
+    """Logs once what this version of JAX cannot do."""
+    if not micro_step.HAS_REFS and is_first("references"):
         _logger.info(
             "jax %s cannot add gradients in place: inside a call, a model that scans "
             "over its layers needs a second gradient buffer. Results are the same. "

@@ -19,7 +19,7 @@ from .._partition.held import Axis, Note, meeting_of
 from .._partition.partitioned import Partitioned
 from .._passes import about, jaxprs
 from .._passes.equation import Divided
-from .._text import warn
+from .._text import is_first, warn
 from .._window.run import TakesMoreError
 from .._window.schedule import MEETINGS
 from . import batches, rows
@@ -225,12 +225,8 @@ def warn_of_whole(call: Call, jaxpr: core.Jaxpr, part: Partitioned) -> None:
         f"{todo} ga_optax.batch_dependencies shows every line."
     )
     about.log_sentence(text)
-    if lines not in _warned:
-        _warned.add(lines)
+    if is_first(lines):
         warn(text)
-
-
-_warned: set[tuple[str, ...]] = set()  # the lines of each warning
 
 
 def _whole_in_words(part: Partitioned) -> tuple[tuple[str, ...], str, str]:

@@ -20,6 +20,7 @@ from jax.extend import core, source_info_util
 
 from .._passes import about, jaxprs
 from .._passes.primitives import entry_of
+from .._text import is_first
 
 # == Values and layouts ================================================================
 
@@ -428,16 +429,12 @@ def note_of(e: core.JaxprEqn, size: int, name: str | None) -> Note:
     return Note(name, about.place_of(e.source_info, around), size * widest)
 
 
-_failed: set[str] = set()
-
-
 def unsaid(failures: Iterable[Failure]) -> Iterator[str]:
     """The warnings of failures, one for each primitive; given if all else worked."""
     for e, error in failures:
         name = e.primitive.name
-        if name in _failed:
+        if not is_first(("rule", name)):
             continue
-        _failed.add(name)
         yield (
             f"The rule of ga_optax for {name} failed with jax {jax.__version__}: "
             f"{type(error).__name__}: {error}. {name} at "

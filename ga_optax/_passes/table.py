@@ -24,7 +24,6 @@ parameters on a mesh that are cast or gathered where they are used; and the cons
 """
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -34,6 +33,7 @@ from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._devices import meshes
+from .._text import is_first, warn
 from . import about, jaxprs, primitives, products, shards
 from .about import Facts, left_alone
 from .jaxprs import Program
@@ -630,7 +630,6 @@ PASSES = (
         lambda facts: facts.devices.logical > 0,
     ),
 )
-_failed: set[str] = set()
 
 
 def run_scope(scope: str, program: Program, facts: Facts) -> Program:
@@ -690,12 +689,10 @@ def _types(program: Program) -> list[Any]:
 
 def _warn(name: str, law: str, error: Exception) -> None:
     """Warns of a pass that failed, once for each pass."""
-    if name in _failed:
+    if not is_first(("pass", name)):
         return
-    _failed.add(name)
-    warnings.warn(
+    warn(
         f"The pass {name!r} of ga_optax ({law}) failed with jax "
         f"{jax.__version__}: {type(error).__name__}: {error}. The call goes on without "
-        "the pass. Use a newer ga_optax; optimize=False runs no pass.",
-        stacklevel=2,
+        "the pass. Use a newer ga_optax; optimize=False runs no pass."
     )

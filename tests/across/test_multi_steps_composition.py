@@ -69,7 +69,7 @@ def test_a_window_that_is_left_out_and_counted_is_warned_of_once():
     assert bits(params) == bits(PARAMS)
     assert int(ga.stats(state).steps) == 1
     # The twins: what the warning advises.
-    _text.warn_once.cache_clear()
+    _text._said.clear()
     for option in ("should_drop_window_fn", "should_skip_update_fn"):
         cure = ga.drop_window_if_not_finite
         if "skip" in option:

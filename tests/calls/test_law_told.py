@@ -17,10 +17,9 @@ from jax.scipy.special import xlogy
 from jax.sharding import PartitionSpec
 
 import ga_optax as ga
-from ga_optax._calls import engine, undivided
+from ga_optax._calls import engine
 from ga_optax._calls import rows as calls_rows
 from ga_optax._loop import loop, micro_step
-from ga_optax._partition import held
 from ga_optax._partition.held import RowsMeet
 from ga_optax._passes import about
 from ga_optax._window import levels, room
@@ -186,14 +185,11 @@ TODO = {printed: "give it fewer numbers", queued: "jnp.concatenate"}
 
 @pytest.mark.parametrize("rows", [16, 512])
 @pytest.mark.parametrize("fun", LITTLE)
-def test_more_of_all_rows_than_of_its_own_is_said_once_with_its_line(
-    fun, rows, monkeypatch
-):
+def test_more_of_all_rows_than_of_its_own_is_said_once_with_its_line(fun, rows):
     def told():
         step = ga.value_and_grad(fun, 8)
         return warned(lambda: jax.eval_shape(step, BIG[1], BIG[0][:rows]))
 
-    monkeypatch.setattr(undivided, "_warned", set())
     first = told()
     assert len(first) == (LITTLE[fun] is not None)
     for said in first:
@@ -212,8 +208,7 @@ def shares_much(w, x):
 
 
 @pytest.mark.quick
-def test_the_way_back_through_what_is_shared_is_not_of_all_rows(monkeypatch):
-    monkeypatch.setattr(undivided, "_warned", set())
+def test_the_way_back_through_what_is_shared_is_not_of_all_rows():
     once = jax.grad(ga.microbatch(shares_much, 4))
     twice = jax.grad(lambda w, x: jnp.sum(jnp.sin(once(w, x))))
     for gradient in (once, twice):
@@ -221,11 +216,10 @@ def test_the_way_back_through_what_is_shared_is_not_of_all_rows(monkeypatch):
         assert warned(lambda: jax.jit(gradient).lower(*args)) == []  # noqa: B023
 
 
-def test_its_bytes_are_those_of_the_programs(monkeypatch):
+def test_its_bytes_are_those_of_the_programs():
     def ordered(w, x):
         return jnp.sum(jnp.sort(x * w, 0))
 
-    monkeypatch.setattr(undivided, "_warned", set())
     args = jnp.ones(4), jnp.ones((16, 4))
     [said] = warned(lambda: jax.eval_shape(ga.value_and_grad(ordered, 8), *args))
     # All rows come together, are sorted, added up, and shared out; of its own it has
@@ -301,8 +295,7 @@ def failures(key, error):
         return [text for text in warned(run) if "failed" in text]
 
 
-def test_a_rule_that_fails_is_said_once_and_the_value_is_right(monkeypatch):
-    monkeypatch.setattr(held, "_failed", set())
+def test_a_rule_that_fails_is_said_once_and_the_value_is_right():
     [said] = failures("cumsum", TypeError("cumsum got an axis more"))
     assert "The rule of ga_optax for cumsum failed" in said
     assert f"with jax {jax.__version__}" in said
@@ -500,11 +493,8 @@ def test_what_all_rows_cannot_do_either_is_an_error_without_a_warning():
 
 
 @pytest.mark.quick
-def test_a_rule_that_fails_by_itself_raises_as_for_jax_and_only_if_it_is_needed(
-    monkeypatch,
-):
+def test_a_rule_that_fails_by_itself_raises_as_for_jax_and_only_if_it_is_needed():
     """`xlogy` of integers has a value, and no derivative."""
-    monkeypatch.setattr(held, "_failed", set())
 
     def fun(w, x):
         return jnp.mean(xlogy(jnp.int32(x > 0), x**2 + w**2))

@@ -15,7 +15,7 @@ from jax.lax import associative_scan
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax._calls import undivided
+from ga_optax import _text
 
 K = 8
 pytestmark = pytest.mark.usefixtures("optax_promotion")
@@ -345,7 +345,7 @@ def test_batch_dependencies_lists_promises_and_ends_with_what_to_do(monkeypatch)
 
     said = " ".join(str(ga.batch_dependencies(several, K)(*args)).split())
     assert re.search(r"\d callbacks? and \d primitives? are computed whole: wrap", said)
-    monkeypatch.setattr(undivided, "_warned", set())
+    _text._said.clear()
     with pytest.warns(UserWarning, match=r"wrap .* in ga_optax.rowwise if its rows"):
         jax.eval_shape(ga.value_and_grad(of("custom_call", as_it_is), K), *arguments())
 

@@ -12,7 +12,7 @@ from jax.interpreters import ad
 import ga_optax as ga
 from ga_optax import accumulator
 from ga_optax._partition import nested
-from ga_optax._passes import jaxprs, products, table
+from ga_optax._passes import jaxprs, products
 
 LAYERS, WIDTH = 6, 4
 
@@ -148,7 +148,6 @@ def test_a_rule_that_no_tangent_reaches_does_not_run():
 
 def test_without_it_a_future_jax_differentiates(monkeypatch):
     expected = jax.jit(ga.value_and_grad(dense, 2))(*arguments())
-    monkeypatch.setattr(table, "_failed", set())
     monkeypatch.setattr(products, "with_pullback", None)
     with pytest.warns(UserWarning, match="The pass 'backward' of ga_optax"):
         got = jax.jit(ga.value_and_grad(dense, 2))(*arguments())

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "data": LEAVES,
     "_devices": LEAVES,
     "_passes": LEAVES | {"_devices"},
-    "_partition": {"_passes"},
+    "_partition": {"_passes", "_text"},
     "_loop": LEAVES | {"_devices", "_passes"},
     "_window": LEAVES | {"_devices", "_passes", "_partition", "_loop"},
     "_calls": LEAVES | {"_devices", "_passes", "_partition", "_loop", "_window"},
