@@ -559,7 +559,7 @@ FAULTS = """
 * blocks of a stack: one number for all layers
 - first = 0 if next(group).index is None else 1
 + first = 0 if next(group).index is None else 0
-@ blocks/_micro_step.py: test_blocks
+@ blocks/_by_block.py: test_blocks
 * blocks of one micro-batch with two weights
 - if not same and weight is not known:
 + if False:
@@ -868,7 +868,7 @@ FAULTS = """
 * a buffer is read at the level that fills it
 - and self.buffers[view.buffer].level < level
 + and self.buffers[view.buffer].level <= level
-@ blocks/_select.py: test_blocks
+@ blocks/_by_block.py: test_blocks
 * blocks of a stack: the number of the layer is copied to each device
 - beside.sharding if known and beside.committed else None
 + None

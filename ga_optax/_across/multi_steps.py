@@ -22,12 +22,7 @@ import optax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from .._checks import (
-    check_dtype,
-    check_gradients,
-    check_on_device,
-    explains_keywords,
-)
+from .._checks import check_dtype, check_gradients, check_on_device, explains_keywords
 from .._devices import meshes
 from .._text import listed
 from .choices import check_decisions

@@ -83,8 +83,13 @@ class Call(NamedTuple):
         `types`, for a report, arguments may be types.
         """
         optimize = options.optimize and config.optimize and about.usable()
-        if optimize:
-            log_what_is_missing()
+        if optimize and not micro_step.HAS_REFS and is_first("references"):
+            _logger.info(
+                "jax %s cannot add gradients in place: inside a call, a model that "
+                "scans over its layers needs a second gradient buffer. Results are the "
+                "same. With Python 3.12 install jax 0.11.1 or newer.",
+                jax.__version__,
+            )
         options = options._replace(optimize=optimize)
         roles = options.roles(len(args), kwargs)
         call = cls(options, args, kwargs, roles)
@@ -529,14 +534,3 @@ def warns_outside_jit(run: Callable[..., Any]) -> Callable[..., Any]:
         return out
 
     return call
-
-
-def log_what_is_missing() -> None:
-    """Logs once what this version of JAX cannot do."""
-    if not micro_step.HAS_REFS and is_first("references"):
-        _logger.info(
-            "jax %s cannot add gradients in place: inside a call, a model that scans "
-            "over its layers needs a second gradient buffer. Results are the same. "
-            "With Python 3.12 install jax 0.11.1 or newer.",
-            jax.__version__,
-        )

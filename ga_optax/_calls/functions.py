@@ -26,12 +26,7 @@ from .._text import ruled, wrap
 from .._window import run as window
 from . import batches, engine, undivided
 from .batches import DoesNotFitError
-from .call import (
-    Call,
-    as_returned,
-    returning_pair,
-    warns_outside_jit,
-)
+from .call import Call, as_returned, returning_pair, warns_outside_jit
 from .engine import Scheduled
 from .options import Options
 from .undivided import AllRows

@@ -26,13 +26,7 @@ from .._passes import about, jaxprs
 from ..accumulator import Accumulator, as_weight
 from . import rows
 from .batches import argument, is_typed_key, named_batch, to_pass
-from .call import (
-    Call,
-    check_carry,
-    put_together,
-    taken_apart,
-    warns_outside_jit,
-)
+from .call import Call, check_carry, put_together, taken_apart, warns_outside_jit
 from .options import Argument, Options
 
 # == `accumulate` ======================================================================

@@ -14,9 +14,8 @@ complete when every block has been added once. Only then does `add` return an
 `Accumulator`, whose `weight` and `count` include the micro-step.
 """
 
-from ._micro_step import OpenMicroStep, add
+from ._by_block import OpenMicroStep, Spec, add, flatten, replace, select, unflatten
 from ._partition import Block, Partition, Stacked, partition
-from ._select import Spec, flatten, replace, select, unflatten
 from ._summary import BlockReport, BlockRow, norms, not_finite, report
 
 __all__ = [

@@ -119,7 +119,7 @@ def is_private(module, name):
     last = name.rpartition(".")[2]
     if last.startswith("__"):
         return False
-    open_to_users = "blocks._select", "flax._modules", "flax._states"
+    open_to_users = "blocks._by_block", "flax._modules", "flax._states"
     exported = last in ga_optax.__all__ or module in open_to_users
     return last.startswith("_") or ("._" in f".{module}" and not exported)
 

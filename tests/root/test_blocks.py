@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from ga_optax import accumulator, blocks
 from ga_optax.accumulator import Accumulator
-from ga_optax.blocks import _micro_step
+from ga_optax.blocks import _by_block
 
 compilations = []
 jax.monitoring.register_event_duration_secs_listener(
@@ -210,13 +210,13 @@ def test_24_equal_layers_compile_once(make, by):
     params = make(24, 6 if make is model else 9)["layers"]  # widths of no other test
     p = blocks.partition(params, blocks.Stacked("") if make is stacked else 1)
     acc, layer = accumulator.init(params), blocks.select(p, params, "0")
-    before, size = len(compilations), _micro_step._add._cache_size()
+    before, size = len(compilations), _by_block._add._cache_size()
     for _ in range(3):
         for name in reversed(p):
             acc = blocks.add(p, acc, name, layer)
     # And a program that advances weight and count, which may be compiled already.
     assert len(compilations) - before in (1, 2)
-    assert _micro_step._add._cache_size() == size + 1
+    assert _by_block._add._cache_size() == size + 1
 
 
 def pointers(tree):
@@ -240,7 +240,7 @@ def test_an_add_to_stacked_layers_works_in_place_with_one_layer_of_workspace():
     grads, places = blocks.select(p, params, "5"), pointers(acc.total)
     leaves = jax.tree.leaves(acc.total), jax.tree.leaves(grads)
     rest = acc._replace(total=())
-    lowered = _micro_step._add.lower(leaves[0], rest, leaves[1], None, jnp.int32(5))
+    lowered = _by_block._add.lower(leaves[0], rest, leaves[1], None, jnp.int32(5))
     memory, layer = lowered.compile().memory_analysis(), 4 * p["5"].elements
     assert memory.alias_size_in_bytes == 24 * layer
     assert memory.temp_size_in_bytes < 1.1 * layer
