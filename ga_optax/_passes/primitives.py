@@ -559,5 +559,6 @@ _entry("custom_jvp_call", None, "", DEAR, PASSED, {"kind": "open"})
 
 # The kinds of primitives that run programs.
 KINDS = {x: row.kind for x, row in TABLE.items() if row.kind in PROGRAM_KINDS}
-# Primitives into which JAX can see: all that they do is to compute.
+# Primitives that JAX can read, programs inside included: there is no code of another
+# kind that may do more than compute.
 SEEN = {x for x, row in TABLE.items() if row.kind in ("", "open", *PROGRAM_KINDS)}

@@ -313,12 +313,12 @@ def test_a_call_enters_few_files(loss, most_files, most_edges, most_calls):
 
 def test_files_are_few_and_none_is_long():
     texts = modules()
-    assert len(texts) <= 71
+    assert len(texts) <= 70
     lengths = {name: len(code_lines(text)) for name, text in texts.items()}
     assert too_many(lengths, 450) == []
     nodes = [node for text in texts.values() for node in ast.walk(ast.parse(text))]
     statements = [x for x in nodes if isinstance(x, ast.Import | ast.ImportFrom)]
-    assert sum(x.end_lineno - x.lineno + 1 for x in statements) <= 970
+    assert sum(x.end_lineno - x.lineno + 1 for x in statements) <= 950
     names = collections.Counter(x.name for x in nodes if isinstance(x, ast.FunctionDef))
     assert names["run"] <= 8  # other functions say what they do
 
