@@ -41,6 +41,7 @@ COMMANDS: dict[str, list[str]] = {
     "leaves.json": ["leaves.py"],
     "sweep.json": ["sweep.py"],
     "window.json": ["window.py"],
+    "small.json": ["small.py"],
     "any_loss.json": ["any_loss.py"],
     "price.json": ["price.py"],
     "head.json": ["head.py"],
