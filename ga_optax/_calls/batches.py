@@ -424,6 +424,7 @@ class Devices(NamedTuple):
       gradients: how they shard its gradient.
       shards: the parts of arguments without gradient that are gathered where they are
         used, by the ids of these arguments.
+      mapped: True in the `shard_map` that a call at top level makes.
     """
 
     axes: Axes = ()
@@ -439,6 +440,7 @@ class Devices(NamedTuple):
     params: Sequence[Placement] = ()
     gradients: Sequence[Placement] = ()
     shards: Mapping[int, Shard] = types.MappingProxyType({})
+    mapped: bool = False
 
     @classmethod
     def of(cls, axis: DataAxis | None, params: Any, batch: Sequence[Any]) -> "Devices":

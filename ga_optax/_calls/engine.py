@@ -298,14 +298,16 @@ def schedule(rewritten: Rewritten) -> Scheduled:
     """Plans the levels of a loss whose rows meet, or do work that all rows share.
 
     Any other loss is one loop, and so is one whose last micro-batch is smaller. Raises
-    if the undivided batch takes less memory, where the program says what a device has.
+    if the undivided batch takes less memory, and can run: the rows of all devices can,
+    unless a `shard_map` of the user's has some of them.
     """
     (call, closed, _, part, _, last), program, operands, context = rewritten
     may = call.options.optimize and last is None and not call.devices.bound
     of_rows = program.jaxpr.invars[-len(operands.batch) :]
     if not part.meets and not (may and jaxprs.shares_much(program.jaxpr, of_rows)):
         return Scheduled(rewritten, None)
-    whole = None if call.devices.axes or not part.meets else closed.jaxpr
+    of_some = call.devices.bound and not call.devices.mapped
+    whole = None if of_some or not part.meets else closed.jaxpr
     loss = MeetingLoss(program, rows.AXIS, call.num_of_all, whole)
     room = call.options.residual_bytes
     plan = plan_window(loss, operands, context, room)

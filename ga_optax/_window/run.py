@@ -327,8 +327,9 @@ def _check_takes_less(
         return
     if ours > (whole := bytes_of_step(jaxprs.live(jaxpr), smooth)):
         raise TakesMoreError(
-            f"the undivided batch takes less: about {whole:,} bytes of a device, and "
-            f"the micro-batches, whose rows meet, {ours:,}, counted from the program."
+            f"the undivided batch takes less: about {whole:,} bytes, and the "
+            f"micro-batches, whose rows meet, {ours:,} of a device, counted from the "
+            "program."
         )
 
 
