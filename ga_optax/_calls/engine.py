@@ -680,6 +680,7 @@ def _call(
         devices=devices.for_arrays(xs, options.optimize),
         rows=len(moved),
         sums=True,
+        asked=like.asked,
     )
     pairs = zip(call.batch, call.split_axes, strict=True)
     lengths = [jnp.shape(x)[axis] for x, axis in pairs]
