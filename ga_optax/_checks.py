@@ -179,7 +179,8 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
 _ARRAYS_ALONE = "Pass a tree of arrays alone, without this leaf."
 _OF_EQUINOX = (
     "Pass arrays alone: eqx.partition(model, eqx.is_inexact_array) splits an Equinox "
-    "module, and eqx.combine joins it, in fun for example."
+    "module, and eqx.combine joins it, in fun for example. Or write "
+    "eqx.filter_value_and_grad(ga_optax.microbatch(fun, k)), which takes modules."
 )
 
 

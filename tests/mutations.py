@@ -295,6 +295,8 @@ FAULTS = """
 @ _partition/factors.py: test_law_costs
 * pairs of rows are split along rows alone
 + def pairs_by_columns(...): return None
+* pairs of rows are gathered where other rows of them are wanted
++ def turned_to(...): return None
 @ _partition/factors.py: test_law_dtypes
 * parts of a sum are rounded, and not the sum
 - return None if rounds else [(vs[0].x, PARTIAL)]

@@ -170,7 +170,8 @@ def checked_split(call: Call, hint: bool) -> Call:
 def or_another(call: Call) -> str:
     """A sentence on an argument that may be the batch, if the one that is looks odd.
 
-    It has one number of rows, k or more, in all leaves, and the batch has not.
+    It has one number of rows, k or more, in all leaves, and the batch has not. If some
+    argument of the batch has such rows, the others may be parameters.
     """
     batch, k = call.roles["batch_argnums"], call.options.num_microbatches or 1
 
@@ -181,6 +182,15 @@ def or_another(call: Call) -> str:
 
     if len(rows := lengths(*batch)) == 1 and rows[0] >= k:
         return ""
+    each = {i: [n for n in lengths(i) if n] for i in batch}
+    of_rows = {n[0] for n in each.values() if len(n) == 1 and n[0] >= k}
+    for i, some in each.items() if of_rows else ():
+        if len(some) > 1 and of_rows.isdisjoint(some):
+            return (
+                f" {argument(i)} has leaves of {some[0]} and {some[1]} rows: if they "
+                "are parameters, such as those of a reference model, take it out of "
+                "batch_argnums."
+            )
     for i in (*range(len(call.args)), *call.kwargs):
         if i not in batch and len(rows := lengths(i)) == 1 and rows[0] >= k:
             return (
@@ -196,14 +206,22 @@ def _quotient(call: Call, option: str, number: int, rows: tuple[int, str, str]) 
     if part % number:
         nearest = sorted(divisors(part), key=lambda d: abs(d - number))[:8]
         use = one_of(sorted(nearest))
-        rest = uneven(part, number if option == "num_microbatches" else part // number)
+        if number > part and _is_sequence(call, number):
+            todo += ". Is it one sequence? Its tokens lie along axis 1: batch_axes=1"
+        more = or_another(call)
         if number > part:
-            rest += " One example alone has no rows: give each leaf a batch axis."
+            more = f" One example alone has no rows: give each leaf a batch axis.{more}"
         raise ValueError(
-            f"{option}={number} must divide {what}. Use {use}{todo}. {rest}"
-            f"{or_another(call)}"
+            f"{option}={number} must divide {what}. Use {use}{todo}. "
+            f"{uneven(part, number)}{more}"
         )
     return part // number
+
+
+def _is_sequence(call: Call, number: int) -> bool:
+    """True if a batch has one row, and so many numbers along axis 1, in each leaf."""
+    shapes = map(np.shape, call.batch)
+    return all(x[:1] == (1,) and (*x, 0, 0)[1] >= number for x in shapes)
 
 
 def _with_axes(call: Call) -> list[tuple[str, Any, int]]:
@@ -424,6 +442,7 @@ class Devices(NamedTuple):
       gradients: how they shard its gradient.
       shards: the parts of arguments without gradient that are gathered where they are
         used, by the ids of these arguments.
+      mapped: True in the `shard_map` that a call at top level makes.
     """
 
     axes: Axes = ()
@@ -439,6 +458,7 @@ class Devices(NamedTuple):
     params: Sequence[Placement] = ()
     gradients: Sequence[Placement] = ()
     shards: Mapping[int, Shard] = types.MappingProxyType({})
+    mapped: bool = False
 
     @classmethod
     def of(cls, axis: DataAxis | None, params: Any, batch: Sequence[Any]) -> "Devices":

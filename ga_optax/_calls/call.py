@@ -53,6 +53,7 @@ class Call(NamedTuple):
       sees: gets the plan that runs, for a report; equations carry what a micro-batch
         holds of each result then. None for a call that runs.
       rest: how many rows one more micro-batch has, the last and smaller one; or 0.
+      asked: the option that says how the batch is divided, and its value as it came.
     """
 
     options: Options
@@ -66,6 +67,7 @@ class Call(NamedTuple):
     sums: bool = False
     sees: Callable[[Any], None] | None = None
     rest: int = 0
+    asked: tuple[str, int] = ("num_microbatches", 1)
 
     @classmethod
     def of(
@@ -92,7 +94,7 @@ class Call(NamedTuple):
             )
         options = options._replace(optimize=optimize)
         roles = options.roles(len(args), kwargs)
-        call = cls(options, args, kwargs, roles)
+        call = cls(options, args, kwargs, roles, asked=options.asked)
         for i in itertools.chain(*roles.values()) if not types else ():
             _checks.check_no_types(batches.argument(i), call.at(i))
         for i in call.roles["argnums"]:

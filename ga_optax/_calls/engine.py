@@ -298,14 +298,16 @@ def schedule(rewritten: Rewritten) -> Scheduled:
     """Plans the levels of a loss whose rows meet, or do work that all rows share.
 
     Any other loss is one loop, and so is one whose last micro-batch is smaller. Raises
-    if micro-batches save hardly any memory, where the program says what a device has.
+    if micro-batches save hardly any memory, and all rows can run at once: those of all
+    devices can, unless a `shard_map` of the user's has some of them.
     """
     (call, closed, _, part, _, last), program, operands, context = rewritten
     may = call.options.optimize and last is None and not call.devices.bound
     of_rows = program.jaxpr.invars[-len(operands.batch) :]
     if not part.meets and not (may and jaxprs.shares_much(program.jaxpr, of_rows)):
         return Scheduled(rewritten, None)
-    whole = None if call.devices.axes or not part.meets else closed.jaxpr
+    of_some = call.devices.bound and not call.devices.mapped
+    whole = None if of_some or not part.meets else closed.jaxpr
     loss = MeetingLoss(program, rows.AXIS, call.num_of_all, whole)
     room = call.options.residual_bytes
     plan = plan_window(loss, operands, context, room)
@@ -678,6 +680,7 @@ def _call(
         devices=devices.for_arrays(xs, options.optimize),
         rows=len(moved),
         sums=True,
+        asked=like.asked,
     )
     pairs = zip(call.batch, call.split_axes, strict=True)
     lengths = [jnp.shape(x)[axis] for x, axis in pairs]

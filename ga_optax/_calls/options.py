@@ -123,6 +123,13 @@ class Options(NamedTuple):
         _checks.check_int("microbatch_size", size, todo)
         return {"num_microbatches": 1, "microbatch_size": size}
 
+    @property
+    def asked(self) -> tuple[str, int]:
+        """The option that says how the batch is divided, and its value."""
+        if self.microbatch_size is None:
+            return "num_microbatches", self.num_microbatches
+        return "microbatch_size", self.microbatch_size
+
     def _check_num_real(self) -> None:
         number, k = self.num_real_microbatches, self.num_microbatches
         if number is None:

@@ -402,7 +402,7 @@ def over_mesh(
     of_batch = [meshes.split_spec(axes, axis) for axis in call.split_axes]
     specs |= zip(call.leaves("batch_argnums"), of_batch, strict=True)
     by = meshes.By.COMPILER if call.devices.inner else meshes.By.US
-    inside = call.devices._replace(mesh=None, is_checked=check_vma, by=by)
+    inside = call.devices._replace(mesh=None, is_checked=check_vma, by=by, mapped=True)
     values, of_others = [x for x, _ in others], [spec for _, spec in others]
     given = {id(x) for x in operands.values()}
     more = {

@@ -101,15 +101,22 @@ def does_not_divide(call: Call, jaxpr: Any) -> DoesNotFitError:
     met = one.in_gradient or next(every, None)  # counts can be had
     where = f", and rows meet at {about.place_of(met.source_info)}" if met else ""
     number, came, _ = batches.counted_rows(call, hint=True)
-    k, name = call.num_of_all + 1, came.partition(" has shape")[0]
+    (option, k), name = call.asked, came.partition(" has shape")[0]
     leaves = jax.tree.leaves(call.role("batch_argnums"))
     more = len([x for x in leaves if np.ndim(x)]) > len(call.batch)
     todo = f"; or, if that leaf has no rows, give {name} None in batch_axes"
+    cut = _CUT if any(call.split_axes) else ""
     return DoesNotFitError(
-        f"num_microbatches={k} must divide the batch axis if rows meet, but {came}"
+        f"{option}={k} must divide the batch axis if rows meet, but {came}"
         f"{where}. Use {one_of(divisors(number))}{todo * more}. "
-        f"{uneven(number, k)}{batches.or_another(call)}"
+        f"{uneven(number, k)}{cut}{batches.or_another(call)}"
     )
+
+
+_CUT = (
+    " If fun cuts labels off a sequence, as tokens[:, 1:], cut inputs and labels in "
+    "the data: all of their tokens are rows."
+)
 
 
 def check_options(call: Call, part: Partitioned) -> None:

@@ -210,20 +210,30 @@ def pairs_by_columns(w: Writer, v: Value, gone: tuple[int, ...]) -> Value | None
     It is None unless it is computed of such rows that are here already, and of others
     that have fewer numbers than it has itself. The reduction takes the axes `gone`.
     """
-    if w.scope.forbids_collectives or not v.params or not w.axis.turns:
+    if not v.params:
         return None
     for rows in map(Rows, range(len(v.shape))):
-        fits = rows.dim not in gone and held.can_split(v.shape, rows, w.axis.parts)
-        steps = _steps(v, rows) if fits else {}
-        if any(_is_here(u, its) for u, its in steps):
-            for (u, its), step in steps.items():
-                if step is not None:
-                    here, (e, vs, way) = w.at(level=0), step
-                    u.copies[its] = *along_factor(here, e, vs, its, way), here.level
-            x, level = v.copies[rows]
-            w.records.turns = True
+        if rows.dim not in gone and (turned := turned_to(w, v, rows)) is not None:
+            x, level = turned
             return dataclasses.replace(v.with_layout(x, rows), level=level)
     return None
+
+
+def turned_to(w: Writer, v: Value, rows: Rows) -> tuple[Any, int] | None:
+    """Such a function with the rows of another axis, and its level; or None."""
+    stays = v.dim is None or v.dim == rows.dim
+    if w.scope.forbids_collectives or stays or not w.axis.turns:
+        return None
+    fits = held.can_split(v.shape, rows, w.axis.parts)
+    steps = _steps(v, rows) if fits else {}
+    if not any(_is_here(u, its) for u, its in steps):
+        return None
+    for (u, its), step in steps.items():
+        if step is not None:
+            here = w.at(level=0)
+            u.copies[its] = _taken(here, its, *step), here.level
+    w.records.turns = True
+    return v.copies[rows]
 
 
 def _steps(v: Value, rows: Rows) -> Steps:
@@ -252,12 +262,27 @@ def _step(v: Value, rows: Rows) -> Any:
     if v.made is None:
         return None
     e, vs, _ = v.made
-    way = next((x for x in ways_to_split(e) if x.outs == (rows.dim,)), None)
+    ways = [*ways_to_split(e), *primitives.places_of_updates(e)]
+    way = next((x for x in ways if x.outs == (rows.dim,)), None)
     if way is None:
         return None
     pairs = zip(vs, way.ins, strict=True)
     is_here = all(d is None or u.layout == rows.at(d) for u, d in pairs)
     return (e, vs, way) if is_here or not primitives.entry_of(e).is_dear else None
+
+
+def _taken(
+    w: Writer, rows: Rows, e: core.JaxprEqn, vs: list[Value], way: Factor
+) -> Any:
+    """The rows of a result by a step; updates by their rule, to which rows they go."""
+    if way in ways_to_split(e):
+        [x] = along_factor(w, e, vs, rows, way)
+        return x
+    layouts, xs = operand_layouts(rows, way.ins), w.parts(vs, rows, way.ins)
+    triples = zip(vs, xs, layouts, strict=True)
+    given = [v.with_layout(x, layout) for v, x, layout in triples]
+    [(x, _)] = w.rules.known[e.primitive.name](w, e, given)
+    return x
 
 
 def _is_here(v: Value, rows: Rows) -> bool:

@@ -684,5 +684,6 @@ RULES = Rules(
     _NESTED,
     custom.passed_on,
     recut,
+    factors.turned_to,
     draws_rows,
 )

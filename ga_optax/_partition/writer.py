@@ -161,10 +161,15 @@ class Writer:
     def _cut(self, v: Value, rows: Rows) -> Any:
         if v.is_whole and (x := self.rules.recut(self, v, rows)) is not None:
             return x
+        if (turned := self.rules.turned(self, v, rows)) is not None:
+            x, self.level = turned
+            return x
         x = self.rows_of(self.whole(v), rows)
         if made := computed_by(v):
             e, vs = made
             self.note(e, max(u.size for u in (v, *vs)))  # for these rows alone
+        elif v.rows and v.dim != rows.dim and v.made is not None:
+            self.note(v.made[0], v.size)  # gathered for rows along another axis
         return x
 
     def reduced(self, v: Value) -> Value:
@@ -445,7 +450,9 @@ class Rules(NamedTuple):
         operands of all layouts.
       passed_on: for an equation that is computed whole, and has programs inside or
         calls back.
-      recut: the rows of a value, from those of its operands.
+      recut: the rows of a whole value, from those of its operands.
+      turned: the rows of a value that has rows along another axis, likewise, and the
+        level of what they are computed of.
       draws: True if a jitted function draws random numbers, of which `recut` has rows.
     """
 
@@ -455,6 +462,7 @@ class Rules(NamedTuple):
     nested: dict[str, Rule]
     passed_on: Callable[[Writer, core.JaxprEqn, list[Value]], list[Any]]
     recut: Callable[[Writer, Value, Rows], Any]
+    turned: Callable[[Writer, Value, Rows], tuple[Any, int] | None]
     draws: Callable[[Writer, core.JaxprEqn], bool]
 
 

@@ -335,6 +335,21 @@ def _indexed(e: core.JaxprEqn) -> Dims:
     return [of_whole, indices, of_part], [of_whole]
 
 
+def places_of_updates(e: core.JaxprEqn) -> list[Factor]:
+    """The dimensions of a scatter that indices choose: rows of it get their updates.
+
+    Indices and updates are whole there. An index that is clipped may leave its row.
+    """
+    if not e.primitive.name.startswith("scatter"):
+        return []
+    numbers: Any = e.params["dimension_numbers"]
+    if e.params["mode"] == jax.lax.GatherScatterMode.CLIP:
+        return []
+    gone = numbers.inserted_window_dims
+    chosen = [d for d in numbers.scatter_dims_to_operand_dims if d in gone]
+    return [Factor((d, None, None), (d,)) for d in chosen]
+
+
 def _product(e: core.JaxprEqn) -> Dims:
     contracted, batched = e.params["dimension_numbers"]
     names = [

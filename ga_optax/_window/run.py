@@ -327,9 +327,9 @@ def _check_takes_less(
         return
     if 20 * ours > 19 * (whole := bytes_of_step(jaxprs.live(jaxpr), smooth)):
         raise TakesMoreError(
-            f"the undivided batch takes less, or hardly more: about {whole:,} bytes of "
-            f"a device, and the micro-batches, whose rows meet, {ours:,}, counted from "
-            "the program."
+            f"the undivided batch takes less, or hardly more: about {whole:,} bytes, "
+            f"and the micro-batches, whose rows meet, {ours:,} of a device, counted "
+            "from the program."
         )
 
 

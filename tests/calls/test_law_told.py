@@ -422,6 +422,21 @@ def test_a_nan_is_found_once_and_all_rows_do_not_run(name, meets):
         assert warned(call) == []
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_nans_of_scanned_layers_are_checked_as_any_other(jit):
+    """Their gradients are added in place, in an equation of the library's own."""
+
+    def loss(layers, x):
+        return jnp.mean(jax.lax.scan(lambda h, w: (jnp.log(h @ w), None), x, layers)[0])
+
+    layers, x = jnp.stack([-jnp.eye(W.shape[0])] * 2), jnp.abs(X)
+    step = ga.value_and_grad(loss, 4)
+    step = jax.jit(step) if jit else step
+    assert jnp.isnan(step(layers, x)[0])  # the twin: nobody asked
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="in scan"):
+        step(layers, x)
+
+
 @pytest.mark.quick
 def test_an_error_is_the_users_if_their_code_is_innermost_but_for_jax(tmp_path):
     def error_of(run):

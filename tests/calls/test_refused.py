@@ -39,6 +39,8 @@ KEYS = {"a": jax.random.key(0)}
 IMAGES = {"image": np.ones((10, 28, 28), np.float32)}
 ZEROS = {"a": jnp.zeros(2)}
 LENGTHS = {"a": X, "b": X[:4]}
+SEQUENCE = {"tokens": np.ones((1, 11), np.float32)}
+REFERENCE = {"w": np.ones((5, 3), np.float32), "b": np.ones(3, np.float32)}
 RAW_KEY = {"dropout_key": jax.random.PRNGKey(0)}
 WORDS = ["a"] * 8
 
@@ -46,6 +48,14 @@ WORDS = ["a"] * 8
 def returns(value, fun=loss):
     """A function that returns something beside its loss."""
     return lambda w, x, *rest: (fun(w, x), value)
+
+
+def softmax(w, x, *rest):
+    return jnp.mean(jax.nn.log_softmax(jnp.outer(x, x) * w)[0])
+
+
+def shifted(w, batch):
+    return jnp.mean(jnp.sin(jnp.cumsum(w * batch["tokens"][:, :-1], 1)))
 
 
 def of(*args, fun=untraced, k=2, **options):
@@ -219,8 +229,19 @@ k=None, microbatch_size=0 -> V microbatch_size must be at least 1 | it is 0
 k=None, microbatch_size=2.0 -> T microbatch_size must be an int | 2.0
   | Pass how many rows
 W, X, k=9 -> V num_microbatches=9 must divide | shape (8,) | Use 1, 2, 4 or 8.
+W, SEQUENCE, k=4 -> V must divide | (1, 11). Use 1. Is it one sequence? Its tokens lie
+  | along axis 1: batch_axes=1. | One example alone
+W, SEQUENCE, k=4, batch_axes=1, fun=shifted -> V =4 must divide | (1, 11) | rows meet at
+  | Use 1 or 11. | If fun cuts labels off a sequence | inputs and labels in the data
+W, X[:7], fun=softmax, k=None, microbatch_size=4
+  -> V microbatch_size=4 must divide | if rows meet, but | (7,) | Use 1 or 7.
+  | drop the last 3 rows, or add 1 row that
+W, X[:7], fun=softmax, k=5 -> V num_microbatches=5 must divide | rows meet at | 1 or 7.
+W, np.ones((7, 16)), REFERENCE, fun=softmax, k=5, batch_argnums=(1, 2)
+  -> V must divide | argument 2 has leaves of 3 and 5 rows: if they are parameters
+  | of a reference model, take it out of batch_argnums.
 W, X[:7], fun=lambda w, x: jnp.std(w * x), k=None, microbatch_size=2
-  -> V num_microbatches=4 must | shape (7,) | rows meet at | Use 1 or 7. | add 1 row
+  -> V microbatch_size=2 must | shape (7,) | rows meet at | Use 1 or 7. | add 1 row
 W, fun=lambda w: jnp.mean(X * w) -> V fun must take its batch: what it closes
 residual_bytes=-1
   -> V residual_bytes must be a number of bytes | it is -1 | Leave it out

@@ -83,6 +83,7 @@ SECTIONS = {  # which a search leads to first, and its name
     "fp8": ("recipes", "fp8 with delayed scales"),
     "gradient_accumulation_steps": ("huggingface", "The Trainer"),
     "chunked cross entropy": ("head", "The head"),
+    "ctc": ("recipes", "CTC: speech, of unequal lengths"),
     "grpo": ("recipes", "GRPO with packed rows"),
     "hsdp": ("devices", "Replicas of shards (HSDP)"),
     "last batch": ("guide", "The last, short batch of an epoch"),

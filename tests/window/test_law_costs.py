@@ -1,5 +1,6 @@
 """What any loss costs: passes, counted in the program, and bytes that XLA takes."""
 
+import contextlib
 import functools
 import math
 import re
@@ -27,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
 from ga_optax._calls import engine
+from ga_optax._partition import factors, partitioned
 from ga_optax._passes import jaxprs
 from ga_optax._window import flat, room
 from ga_optax._window.schedule import Level, is_collective
@@ -147,6 +149,55 @@ def test_the_undivided_batch_runs_where_micro_batches_take_more():
     few = ga.batch_dependencies(loss, 8)(p, x)
     assert few.undivided == ""
     assert len(few.stages) > 2
+
+
+def hard_negatives(p, b, mask="a mask", joined=True):
+    """Queries over all items, beside negatives of their own; hits are left out."""
+    n = len(b["query"])
+    query, items = (jnp.tanh(b[x] @ p) for x in ("query", "items"))
+    both, own = jnp.concatenate([items[:, 0], items[:, 1]]), jnp.arange(n)
+    is_hit = jnp.tile(b["id"], 2) == b["id"][:, None]
+    if mask == "a mask":
+        is_hit &= ~jnp.eye(n, 2 * n, dtype=bool)
+    else:
+        is_hit = is_hit.at[own, own].set(False)
+    logits = jnp.where(is_hit, -jnp.inf, query @ both.T)
+    if joined:
+        hard = jnp.einsum("nd,nhd->nh", query, items[:, 2:])
+        logits = jnp.concatenate([logits, hard], 1)
+    return -jax.nn.log_softmax(logits)[own, own].mean()
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("mask", ["a mask", "updates"])
+@pytest.mark.parametrize("joined", [False, True])
+def test_pairs_are_split_by_rows_where_other_rows_of_them_are_wanted(
+    mask, joined, monkeypatch
+):
+    """Of a product of rows with more rows, fewer are gathered if columns split it."""
+    fun = functools.partial(hard_negatives, mask=mask, joined=joined)
+    n, k, mesh = 512, 4, mesh_of(8)
+    batch = {
+        "query": array(n, 8),
+        "items": array(n, 4, 8, seed=1),
+        "id": jnp.arange(n) % 7,
+    }
+    p = array(8, 8, seed=2)
+    args = put((p, batch), mesh, (P(), P("data")))
+    step = ga.value_and_grad(fun, k, data_axis=ga.DataAxis("data", mesh=mesh))
+    ours = temporaries(jax.jit(step), *args)
+    on_one = temporaries(jax.jit(ga.value_and_grad(fun, 8 * k)), p, batch)
+    assert ours <= on_one + 1024  # and a collective's copies of a few numbers
+    # Each number has at most 1,028 terms, whose errors are half a rounding each.
+    assert apart(step, jax.value_and_grad(fun), *args) < 1e-4
+    # The twin: all pairs are gathered; where all rows at once take less, they run.
+    monkeypatch.setattr(factors, "turned_to", lambda *_: None)
+    turned = partitioned.RULES._replace(turned=lambda *_: None)
+    monkeypatch.setattr(partitioned, "RULES", turned)
+    step = ga.value_and_grad(fun, k, data_axis=ga.DataAxis("data", mesh=mesh))
+    says = "the undivided batch takes less"
+    with pytest.warns(UserWarning, match=says) if joined else contextlib.nullcontext():
+        assert temporaries(jax.jit(step), *args) > 2 * ours
 
 
 def causal(w, x):
