@@ -398,6 +398,26 @@ def test_a_rule_of_the_users_that_jax_does_not_call_may_raise():
         ga.value_and_grad(lambda w, x: fun(x @ w).sum(), K)(W, X)
 
 
+def test_a_rule_of_the_users_is_called_only_if_a_gradient_goes_through_it():
+    calls = []
+
+    def back(x, ct):
+        calls.append(ct.shape)
+        return (ct,)
+
+    fun = jax.custom_vjp(lambda x: x - x.mean(0))
+    fun.defvjp(lambda x: (x - x.mean(0), x), back)
+    for loss in (
+        lambda w, x: jnp.mean((x @ w - jax.lax.stop_gradient(fun(x @ w))) ** 2),
+        lambda w, x: jnp.mean((fun(x) @ w) ** 2),
+        lambda w, x: jnp.mean(fun(x @ w) ** 2),  # the twin
+    ):
+        assert not calls
+        program = str(jax.make_jaxpr(ga.value_and_grad(loss, K))(W, X))
+        assert ("custom_vjp" in program) == bool(calls)
+    assert calls
+
+
 @pytest.mark.parametrize("meets", [False, True])
 @pytest.mark.parametrize("name", [x for x in CALLS if x != "plan"])
 def test_a_nan_is_found_once_and_all_rows_do_not_run(name, meets):
