@@ -221,6 +221,7 @@ def test_the_way_back_through_what_is_shared_is_not_of_all_rows(monkeypatch):
         assert warned(lambda: jax.jit(gradient).lower(*args)) == []  # noqa: B023
 
 
+@pytest.mark.quick
 def test_its_bytes_are_those_of_the_programs(monkeypatch):
     def ordered(w, x):
         return jnp.sum(jnp.sort(x * w, 0))
@@ -235,6 +236,12 @@ def test_its_bytes_are_those_of_the_programs(monkeypatch):
     [line] = ga.batch_dependencies(ordered, 8)(*args).whole
     assert (line.name, line.nbytes) == ("sort", 256)
 
+    def in_a_scan(w, x):  # of all three iterations
+        return jax.lax.scan(lambda c, w: (c + ordered(w, x), None), 0.0, w)[0]
+
+    [line] = ga.batch_dependencies(in_a_scan, 8)(jnp.ones((3, 4)), args[1]).whole
+    assert (line.name, line.nbytes) == ("sort", 3 * 256)
+
 
 def centred(p, b):
     """Layers in a scan whose rows minus their mean are read at the end."""
@@ -246,13 +253,17 @@ def centred(p, b):
     return jnp.mean(jax.lax.scan(layer, b, p)[1] ** 2)
 
 
-@pytest.mark.parametrize("rows", [16, 1024])
-def test_who_runs_more_often_than_room_would_cost_is_warned_once(rows, monkeypatch):
+@pytest.mark.parametrize("rows", [pytest.param(16, marks=pytest.mark.quick), 1024])
+def test_who_runs_more_often_than_room_would_cost_is_warned_once(
+    rows, caplog, monkeypatch
+):
+    caplog.set_level("INFO", "ga_optax")
     monkeypatch.setattr(room, "LITTLE", 0)  # else so few rows are all kept
     args = jnp.ones((12, 32, 32)) / 32, jnp.ones((rows, 32))
     step = lambda: jax.eval_shape(ga.value_and_grad(centred, 8), *args)  # noqa: E731
     told = [sum("With residual_bytes=" in x for x in warned(step)) for _ in range(2)]
     assert told == [1, 0]
+    assert "With residual_bytes=" in caplog.text
     it = ga.batch_dependencies(centred, 8)(*args)
     nbytes, forward, backward = it.more_room
     more = ga.batch_dependencies(centred, 8, residual_bytes=nbytes)(*args)
@@ -398,6 +409,7 @@ def test_a_rule_of_the_users_that_jax_does_not_call_may_raise():
         ga.value_and_grad(lambda w, x: fun(x @ w).sum(), K)(W, X)
 
 
+@pytest.mark.quick
 def test_a_rule_of_the_users_is_called_only_if_a_gradient_goes_through_it():
     calls = []
 

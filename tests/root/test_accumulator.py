@@ -120,6 +120,7 @@ def test_weight_zero_changes_no_bit_whatever_the_gradient_holds(bad, order):
     assert not np.isfinite(accumulate(grads, [1.0, 1.0]).total).any()
 
 
+@pytest.mark.quick
 def test_a_window_of_weight_zero_has_mean_zero_and_no_weight_counts_one():
     acc = accumulate([jnp.array([jnp.nan, 1.0])] * 3, [0.0, 0.0, 0.0])
     for empty in (acc, STALE._replace(weight=jnp.float32(0))):
