@@ -374,7 +374,7 @@ def check_state(state: Any) -> MultiStepsState:
     """Returns `state` if it is a `MultiStepsState`, or raises."""
     if isinstance(state, MultiStepsState):
         length, shape = len(COUNTERS), getattr(state.counters, "shape", None)
-        if shape is None or shape[-1:] != (length,):
+        if shape != (length,):
             raise ValueError(
                 f"The field counters of the state must be int32[{length}], but the "
                 f"shape is {shape}. Restore the state into the structure of "

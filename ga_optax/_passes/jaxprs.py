@@ -90,7 +90,7 @@ def times(equation: core.JaxprEqn) -> int:
 def computed(equation: core.JaxprEqn) -> int:
     """The number of elements that an equation computes, in all iterations of a loop."""
     inside = sum([computed(e) for p in inner_programs(equation) for e in p.eqns])
-    results = sum([numbers(getattr(x.aval, "shape", (0,))) for x in equation.outvars])
+    results = sum([numbers(getattr(x.aval, "shape", ())) for x in equation.outvars])
     return times(equation) * inside or results
 
 

@@ -168,7 +168,7 @@ def _after_other_operands(values: Sequence[Any]) -> list[Any]:
 def _moved(e: core.JaxprEqn, values: list[Any]) -> list[Any] | None:
     """The parts of an equation's results, computed from the part; or None."""
     [x, *rest], p, name = values, e.params, e.primitive.name
-    if not isinstance(x, Shard) or any(isinstance(y, Shard) for y in rest):
+    if not isinstance(x, Shard):
         return None
     d, new = x.dim, {}
     before: Any = e.invars[0].aval

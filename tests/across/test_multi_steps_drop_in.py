@@ -205,6 +205,7 @@ def test_a_state_prints_in_a_few_lines_wherever_it_is():
     state = tx.init(params)
     texts = [repr(state), repr(jax.eval_shape(tx.init, params))]
     jax.eval_shape(lambda state: texts.append(repr(state)), state)
+    assert jax.device_get(state).micro_steps == 0  # NumPy's
     jax.tree.map(lambda x: x.delete(), state)
     for text in (*texts, repr(state)):
         assert "total=<1 array, 16,384 bytes>" in text

@@ -7,6 +7,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from corpus import losses
 from corpus.harness import with_rules
@@ -199,6 +200,20 @@ def test_more_of_all_rows_than_of_its_own_is_said_once_with_its_line(fun, rows):
         assert not told() or "undivided batch takes less" in said
 
 
+@pytest.mark.quick
+def test_a_line_is_the_users_and_names_the_function_of_a_package(monkeypatch):
+    def loss(w, x):
+        return optax.tree.norm(x @ w)
+
+    [line, *_] = lines_of(loss, W, X)
+    assert line_in(loss, 1) in line
+    assert re.search(r", in \w*norm$", line)
+    # In a program of packages alone, it is the innermost of these.
+    monkeypatch.setattr(about, "_INSTALLED", [os.sep])
+    [line, *_] = lines_of(loss, W, X)
+    assert f"{os.sep}optax{os.sep}" in line
+
+
 def shares_much(w, x):
     """What all rows share takes more than the rows."""
     shared = w
@@ -216,6 +231,7 @@ def test_the_way_back_through_what_is_shared_is_not_of_all_rows():
         assert warned(lambda: jax.jit(gradient).lower(*args)) == []  # noqa: B023
 
 
+@pytest.mark.quick
 def test_its_bytes_are_those_of_the_programs():
     def ordered(w, x):
         return jnp.sum(jnp.sort(x * w, 0))
@@ -229,6 +245,12 @@ def test_its_bytes_are_those_of_the_programs():
     [line] = ga.batch_dependencies(ordered, 8)(*args).whole
     assert (line.name, line.nbytes) == ("sort", 256)
 
+    def in_a_scan(w, x):  # of all three iterations
+        return jax.lax.scan(lambda c, w: (c + ordered(w, x), None), 0.0, w)[0]
+
+    [line] = ga.batch_dependencies(in_a_scan, 8)(jnp.ones((3, 4)), args[1]).whole
+    assert (line.name, line.nbytes) == ("sort", 3 * 256)
+
 
 def centred(p, b):
     """Layers in a scan whose rows minus their mean are read at the end."""
@@ -240,13 +262,17 @@ def centred(p, b):
     return jnp.mean(jax.lax.scan(layer, b, p)[1] ** 2)
 
 
-@pytest.mark.parametrize("rows", [16, 1024])
-def test_who_runs_more_often_than_room_would_cost_is_warned_once(rows, monkeypatch):
+@pytest.mark.parametrize("rows", [pytest.param(16, marks=pytest.mark.quick), 1024])
+def test_who_runs_more_often_than_room_would_cost_is_warned_once(
+    rows, caplog, monkeypatch
+):
+    caplog.set_level("INFO", "ga_optax")
     monkeypatch.setattr(room, "LITTLE", 0)  # else so few rows are all kept
     args = jnp.ones((12, 32, 32)) / 32, jnp.ones((rows, 32))
     step = lambda: jax.eval_shape(ga.value_and_grad(centred, 8), *args)  # noqa: E731
     told = [sum("With residual_bytes=" in x for x in warned(step)) for _ in range(2)]
     assert told == [1, 0]
+    assert "With residual_bytes=" in caplog.text
     it = ga.batch_dependencies(centred, 8)(*args)
     nbytes, forward, backward = it.more_room
     more = ga.batch_dependencies(centred, 8, residual_bytes=nbytes)(*args)
@@ -389,6 +415,30 @@ def test_a_rule_of_the_users_that_jax_does_not_call_may_raise():
     assert [text for text in warned(call) if "computes" not in text] == []
     with pytest.raises(NotImplementedError, match="no gradient"):  # the twin
         ga.value_and_grad(lambda w, x: fun(x @ w).sum(), K)(W, X)
+
+
+@pytest.mark.quick
+def test_a_rule_of_the_users_is_called_only_if_a_gradient_goes_through_it():
+    calls, lines = [], []
+
+    def back(x, ct):
+        calls.append(ct.shape)
+        return (ct,)
+
+    def centred(x):
+        return x - x.mean(0)
+
+    fun = jax.custom_vjp(centred)
+    fun.defvjp(lambda x: (centred(x), x), back)
+    for loss in (
+        lambda w, x: jnp.mean((x @ w - jax.lax.stop_gradient(fun(x @ w))) ** 2),
+        lambda w, x: jnp.mean((fun(x) @ w) ** 2),
+        lambda w, x: jnp.mean(fun(x @ w) ** 2),  # the twin
+    ):
+        assert not calls
+        lines += lines_of(loss, W, X)[:1]
+    assert calls
+    assert line_in(centred, 1) in lines[0]  # it does not stand for itself
 
 
 @pytest.mark.parametrize("meets", [False, True])

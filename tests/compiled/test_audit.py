@@ -8,6 +8,15 @@ from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
 
+
+@pytest.fixture(autouse=True)
+def scopes_are_those_of_today():
+    """A program from the cache of compiled ones has the scopes of the day it was made."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+
+
 HEAD = """\
 HloModule jit_step, is_scheduled=true, entry_computation_layout={()->f32[]}
 

@@ -419,6 +419,7 @@ NESTED = {
             lambda x: x * w[0], h, over(w[0]), over(w[0]), has_aux=True
         ),
         "jnp.linalg.solve(matrices(h), h[..., :3, None])",
+        "jnp.linalg.solve(matrices(h), w[:3, :1])",
     ],
     "call_hi_primitive": "jnp.searchsorted(jnp.linspace(-1, 1, 5), h)",
     "custom_jvp_call": [

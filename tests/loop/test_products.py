@@ -150,6 +150,7 @@ def test_a_product_over_rows_and_positions_runs_on_cpus():
 
 KEEP = {  # what does not go on in float32: the dtype of the model, and options
     "a float32 model": (jnp.float32, lambda mesh: {}),
+    "a float64 model": (jnp.float64, lambda mesh: {}),
     "a narrow accumulator": (NARROW, lambda mesh: {"accumulator_dtype": NARROW}),
     "what the compiler reduces over devices": (
         NARROW,
@@ -160,12 +161,14 @@ KEEP = {  # what does not go on in float32: the dtype of the model, and options
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("why", KEEP)
 def test_what_is_not_rounded_twice_keeps_its_program(why, monkeypatch):
     (dtype, options), mesh = KEEP[why], helpers.mesh_of(2)
 
     def loss(w, x):
-        return jnp.mean(wide(x.astype(dtype) @ w.astype(dtype)) ** 2)
+        x = (x + x).astype(dtype)  # something is narrow
+        return jnp.mean(wide(x @ w.astype(dtype)) ** 2)
 
     x = jnp.ones((16, 8), NARROW)
     if "devices" in why or why == "none":
@@ -173,7 +176,8 @@ def test_what_is_not_rounded_twice_keeps_its_program(why, monkeypatch):
 
     def program():
         step = ga.value_and_grad(loss, K, **options(mesh))
-        return str(jax.make_jaxpr(step)(jnp.ones((8, 8)), x))
+        with jax.enable_x64(dtype == jnp.float64):
+            return str(jax.make_jaxpr(step)(jnp.ones((8, 8), jnp.float32), x))
 
     new = program()
     helpers.without_pass(monkeypatch, "products")

@@ -120,10 +120,13 @@ def test_weight_zero_changes_no_bit_whatever_the_gradient_holds(bad, order):
     assert not np.isfinite(accumulate(grads, [1.0, 1.0]).total).any()
 
 
+@pytest.mark.quick
 def test_a_window_of_weight_zero_has_mean_zero_and_no_weight_counts_one():
     acc = accumulate([jnp.array([jnp.nan, 1.0])] * 3, [0.0, 0.0, 0.0])
     for empty in (acc, STALE._replace(weight=jnp.float32(0))):
         np.testing.assert_array_equal(accumulator.mean(empty), 0.0)
+    with jax.debug_nans(True):  # nothing is divided by 0
+        accumulator.mean(accumulator.init(jnp.ones(2)))
     acc = accumulator.add(accumulate([jnp.array([4.0])]), jnp.array([1.0]), 3)
     np.testing.assert_array_equal(accumulator.mean(acc), [7.0 / 4.0])
 

@@ -501,7 +501,8 @@ def test_the_page_names_the_cause_and_what_to_do(cause, name):
     assert max(map(len, str(report).split("\n"))) <= 100
     parts = [*case.said.split(" | "), report.cause.name, report.cause.value, report.fix]
     assert [part for part in parts if part not in page] == []
-    assert page.startswith("Micro-batches, each by itself: ")
+    verdict = "the same" if report.ok else "NOT the same"
+    assert page.startswith(f"Micro-batches, each by itself: {verdict} gradient")
     if case.weights is not None:
         assert_weights(report, case.weights)
     if case.line:
