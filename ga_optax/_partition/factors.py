@@ -281,8 +281,9 @@ def _taken(
     layouts, xs = operand_layouts(rows, way.ins), w.parts(vs, rows, way.ins)
     triples = zip(vs, xs, layouts, strict=True)
     given = [v.with_layout(x, layout) for v, x, layout in triples]
-    [(x, _)] = w.rules.known[e.primitive.name](w, e, given)
-    return x
+    out = w.rules.known[e.primitive.name](w, e, given)
+    assert out is not None  # see `places_of_updates`
+    return out[0][0]
 
 
 def _is_here(v: Value, rows: Rows) -> bool:
