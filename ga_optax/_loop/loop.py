@@ -341,7 +341,8 @@ class Loop:
       rounds_once: True if gradients are rounded in the accumulator alone.
       rows: how many leaves of the batch are differentiated: the first ones.
       index: which leaf of the batch is the index of the micro-batch, if `rows`.
-      begins: True if the accumulator is known to be empty, see `accumulator.begun`.
+      begins: True if the totals are known to hold nothing of an earlier window, see
+        `accumulator.begun`.
       moved: pairs `(leaf of the batch, total)`: a micro-batch reads the leaf at its
         place in the total, before the gradient is written over this place.
       known: what JAX wrote for kinds of equations, in loops of the same call.

@@ -536,7 +536,7 @@ def _looped(
     closed = _traced(values, way, buffers, numbers, (params, batch))
     program = program_back(values.program, closed.jaxpr, len(shared), way.wanted)
 
-    # A count of 1: the accumulator is not empty, and its totals are added to.
+    # The totals are those of this window.
     weight, count = jnp.zeros_like(values.operands.acc.weight), jnp.ones([], jnp.int32)
     totals = [cotangent_so_far(values, j, buffers, cotangents) for j in shared]
     acc = Accumulator(totals, weight, count)
@@ -561,6 +561,7 @@ def _looped(
         rounds_once=program.low_precision,
         rows=len(residuals),
         index=len(residuals) + len(values.xs) - 1,
+        begins=True,
         known=values.known,
         moved=tuple((first + i, len(totals) + n) for i, n in moved.items()),
     )
