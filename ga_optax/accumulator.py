@@ -282,10 +282,13 @@ def _computation_dtype(dtype: np.dtype) -> np.dtype:
 def plus(total: jax.Array, term: jax.Array) -> jax.Array:
     """`total + term` in the dtype of `total`, computed in at least float32."""
     wide = _computation_dtype(total.dtype)
-    return _cast(_cast(total, wide) + _cast(term, wide), total.dtype)
+    x, y = cast(total, wide), cast(term, wide)
+    # JAX's NumPy takes several times as long to trace.
+    both = jax.lax.add(x, y) if x.shape == y.shape else x + y
+    return cast(both, total.dtype)
 
 
-def _cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
+def cast(x: jax.Array, dtype: np.dtype) -> jax.Array:
     """`x.astype(dtype)`; not traced, which takes time, if `x` has the dtype."""
     return x if x.dtype == dtype else x.astype(dtype)
 
@@ -316,8 +319,8 @@ def rounded(x: jax.Array, zero: jax.Array) -> jax.Array:
     wide = _computation_dtype(x.dtype)
     one, digits = (1 + zero).astype(wide), jnp.finfo(x.dtype).nmant
     # With the exponents of `x.dtype`, subnormal numbers of `x.dtype` would become 0.
-    exact = jax.lax.reduce_precision(_cast(x, wide), jnp.finfo(wide).nexp, digits)
-    return _cast(exact * one, x.dtype)
+    exact = jax.lax.reduce_precision(cast(x, wide), jnp.finfo(wide).nexp, digits)
+    return cast(exact * one, x.dtype)
 
 
 @rounded.defjvp

@@ -273,7 +273,7 @@ FAULTS = """
 @ _window/run.py: test_law_costs
 * micro-batches run also where the undivided batch takes less
 + def _check_takes_less(...): return None
-@ _passes/jaxprs.py: test_law_costs
+@ _calls/rows.py: test_law_costs
 * products that need no rows run in each micro-batch
 + def shares_much(...): return False
 @ _window/run.py: test_law_costs

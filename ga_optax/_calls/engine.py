@@ -168,8 +168,8 @@ def _over_replicas(micro_batch: MicroBatch) -> MicroBatch:
     """
     call, part = micro_batch.call, micro_batch.part
     of_rows = call.rows or any(isinstance(x, Rows) for x in part.layouts)
-    by_place = jaxprs.num_readers(part.jaxpr, part.jaxpr.invars[-1])
-    if of_rows or by_place or not call.devices.replicas:
+    place = part.jaxpr.invars[-1]
+    if not call.devices.replicas or of_rows or jaxprs.uses(part.jaxpr, place):
         return micro_batch
     devices = call.devices.over_replicas()
     return micro_batch._replace(call=call._replace(devices=devices))
@@ -232,7 +232,7 @@ def partition(traced: Traced, like: Partitioned | None = None) -> MicroBatch:
     call, closed, out = traced
     jaxpr = about.constraints_without(closed.jaxpr, call.devices.bound)
     # A loss adds up before it is rounded, and has the same gradient there.
-    jaxpr = jaxprs.unrounded(jaxpr, [0])
+    jaxpr = rows.unrounded(jaxpr, [0])
     # Where rows must not meet, they may in what nobody reads.
     jaxpr, last = jaxprs.live(jaxpr) if call.rest else jaxpr, None
     try:
@@ -304,7 +304,7 @@ def schedule(rewritten: Rewritten) -> Scheduled:
     (call, closed, _, part, _, last), program, operands, context = rewritten
     may = call.options.optimize and last is None and not call.devices.bound
     of_rows = program.jaxpr.invars[-len(operands.batch) :]
-    if not part.meets and not (may and jaxprs.shares_much(program.jaxpr, of_rows)):
+    if not part.meets and not (may and rows.shares_much(program.jaxpr, of_rows)):
         return Scheduled(rewritten, None)
     of_some = call.devices.bound and not call.devices.mapped
     whole = None if of_some or not part.meets else closed.jaxpr
@@ -349,7 +349,7 @@ def run(scheduled: Scheduled) -> Outcome:
         undivided.warn_of_whole(call, micro_batch.closed.jaxpr, micro_batch.part)
     leaves, structure = jax.tree.flatten(call.params)
     grads = structure.unflatten(
-        g if call.sums else g.astype(jnp.result_type(x))
+        g if call.sums else accumulator.cast(g, jax.typeof(x).dtype)
         for g, x in zip(out.acc.total, leaves, strict=True)
     )
     # Without the specs of the parameters XLA may sum up whole gradients.
@@ -629,7 +629,7 @@ def _gradient(like: Call, divided: Divided, xs: Sequence[Any]) -> list[Any]:
     gradient: Any = divided.of
     n = len(gradient.base.types)
     program = gradient.base.program if gradient.outs else gradient.base.silent
-    jaxpr = jaxprs.unrounded(program.jaxpr, gradient.given)
+    jaxpr = rows.unrounded(program.jaxpr, gradient.given)
     smooth = [jaxpr.outvars[i] for i in gradient.given]
     outs = [program.jaxpr.outvars[i] for i in gradient.outs]
     program = jaxprs.Program(jaxpr.replace(outvars=[*smooth, *outs]), program.consts)

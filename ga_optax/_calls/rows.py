@@ -8,7 +8,8 @@ with a data axis.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from .._loop.micro_step import FOLDS, Fold, Weighting
 from .._partition import held, partitioned
 from .._partition.held import PARTIAL, WHOLE, Axis, Layout, Rows, Uneven, type_here
 from .._partition.partitioned import Argument, Partitioned, in_any_order, partition
-from .._passes import jaxprs
+from .._passes import jaxprs, primitives
 from .._passes.jaxprs import is_inexact
 from .._passes.shards import Shard, either
 from .._text import warn
@@ -156,6 +157,33 @@ def split_by_type(call: Call) -> tuple[Any, int] | None:
     return None
 
 
+def shares_much(jaxpr: Any, rows: Iterable[Any]) -> bool:
+    """True if more than a little of the work of a program needs no rows.
+
+    `rows` are the arguments that have rows.
+    """
+    shared, of_rows = _shared_and_other(jaxpr, set(rows))
+    return shared > jaxprs.LITTLE * of_rows
+
+
+def _shared_and_other(jaxpr: Any, of_rows: set[Any]) -> tuple[float, float]:
+    """The work of equations that are not cheap and read no rows; and of the others."""
+    shared = other = 0.0
+    for e in jaxpr.eqns:
+        its = [jaxprs.is_among(x, of_rows) for x in e.invars]
+        if not any(its):
+            shared += 0.0 if jaxprs.is_cheap(e) else jaxprs.work(e)
+        elif jaxprs.is_inline(e):
+            [inside] = jaxprs.inner_programs(e)
+            some = set(itertools.compress(inside.invars, its))
+            both = _shared_and_other(inside, some)
+            shared, other = shared + both[0], other + both[1]
+        else:
+            other += jaxprs.work(e)
+        of_rows.update(e.outvars if any(its) else ())
+    return shared, other
+
+
 def _is_same(jaxpr: Any, near: Partitioned, far: Partitioned, size: int) -> bool:
     """True if a program is the same of neighbours and of every k-th row."""
     if far.in_gradient is not None or jaxprs.form(near.jaxpr) != jaxprs.form(far.jaxpr):
@@ -267,9 +295,43 @@ def returned(
     ]
     if len(leaves) > len(jaxpr.outvars):  # the loss once more, whole
         leaves[0] = leaves.pop()
-    for y in jaxprs.roundings(jaxpr, jaxpr.outvars[0]):
+    for y in _roundings(jaxpr, jaxpr.outvars[0]):
         leaves[0] = leaves[0].astype(y.aval.dtype)
     return [_of_type(x, v.aval) for x, v in zip(leaves, jaxpr.outvars, strict=True)]
+
+
+def _roundings(jaxpr: Any, result: Any) -> list[Any]:
+    """A scalar before the first cast that rounds it, and after each of these casts.
+
+    The last one is the result. A cast to a wider type may follow a rounding, as for a
+    mean in bfloat16 in a float32 loss.
+    """
+    casts, first = [result], 0
+    is_scalar = result.aval.shape == ()
+    for e in reversed(jaxpr.eqns) if is_scalar else ():
+        if casts[-1] not in e.outvars:
+            continue
+        is_cast = e.primitive.name == primitives.CAST
+        if not is_cast or not _bits(e.invars[0]) or not _bits(casts[-1]):
+            break
+        casts.append(e.invars[0])
+        if _bits(casts[-1]) > _bits(casts[-2]):
+            first = len(casts) - 1
+    return casts[first::-1]
+
+
+def _bits(x: Any) -> int:
+    """The bits of a floating-point number; 0 for other types."""
+    dtype = x.aval.dtype
+    return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else 0
+
+
+def unrounded(jaxpr: Any, results: Iterable[int]) -> Any:
+    """The program, some results of which come before they are rounded."""
+    outvars = list(jaxpr.outvars)
+    for i in results:
+        outvars[i] = _roundings(jaxpr, outvars[i])[0]
+    return jaxpr.replace(outvars=outvars)
 
 
 def merged(

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from .. import accumulator
 from .._devices import collectives, meshes
 from .._devices.meshes import Placement
-from .._passes import jaxprs, table
+from .._passes import jaxprs, products, table
 from .._passes.about import Facts
 from .._passes.equation import with_rules_of
 from ..accumulator import Accumulator
@@ -73,7 +73,7 @@ def run_loop(
         program,
         devices,
         num_microbatches,
-        [*adds, *map(stacked_addition, leaves)],
+        [*adds, *(stacked_addition(jax.typeof(x[0])) for x in leaves)],
         begins=begins,
         rounds_once=program.low_precision and not reduces,
         rows=operands.rows,
@@ -225,9 +225,8 @@ def without_references(additions: Additions) -> list[Addition]:
     return [x._replace(in_place=False) for x in additions]
 
 
-def stacked_addition(x: jax.Array, begins: bool = True) -> Addition:
-    """The addition to `x`, which has one gradient for each micro-batch."""
-    aval = jax.typeof(x[0])
+def stacked_addition(aval: Any, begins: bool = True) -> Addition:
+    """The addition to a stack, of such a gradient for each micro-batch."""
     return Addition(aval, aval, stacked=True, begins=begins)
 
 
@@ -342,9 +341,11 @@ class Loop:
       rounds_once: True if gradients are rounded in the accumulator alone.
       rows: how many leaves of the batch are differentiated: the first ones.
       index: which leaf of the batch is the index of the micro-batch, if `rows`.
-      begins: True if the accumulator is known to be empty, see `accumulator.begun`.
+      begins: True if the totals are known to hold nothing of an earlier window, see
+        `accumulator.begun`.
       moved: pairs `(leaf of the batch, total)`: a micro-batch reads the leaf at its
         place in the total, before the gradient is written over this place.
+      known: what JAX wrote for kinds of equations, in loops of the same call.
     """
 
     program: LossProgram
@@ -356,6 +357,7 @@ class Loop:
     index: int
     begins: bool = False
     moved: tuple[tuple[int, int], ...] = ()
+    known: products.Known = dataclasses.field(default_factory=products.Known)
 
     def __call__(self, operands: Operands) -> State:
         """Returns the last state, with all that the loop collected."""
@@ -496,7 +498,8 @@ class Loop:
         program, params, rest = micro_step.with_stand_ins(program, params, rest)
         alike = optimize and not any(x.in_place for x in self.additions)
         with jax.named_scope("compute"):
-            return table.with_pullback(program, params, rest, alike)
+            known = self.known if alike else None
+            return table.with_pullback(program, params, rest, known)
 
     def vary(self, x: jax.Array, term: Any) -> jax.Array:
         """Marks a sum as varying over devices as `term` does, one of its terms."""

@@ -19,10 +19,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from .._passes import jaxprs
-from .._passes.jaxprs import is_inexact
+from .._passes.jaxprs import Same, is_inexact
 from . import held, nested
 from .held import PARTIAL, WHOLE, Layout, Result, Rows, RowsMeet, Value
-from .writer import Same, Writer
+from .writer import Writer
 
 # == The derivative as a program =======================================================
 

@@ -23,11 +23,11 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from .._passes import about, jaxprs
-from .._passes.jaxprs import is_inexact
+from .._passes.jaxprs import Same, is_inexact
 from . import nested
 from .attached import attached, derived, given_of, stopped, zero_tangent
 from .held import PARTIAL, WHOLE, Layout, Result, Results, RowsMeet, Value, types_of
-from .writer import Same, Writer
+from .writer import Writer
 
 
 def custom_jvp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:

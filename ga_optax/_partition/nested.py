@@ -18,11 +18,11 @@ from jax.extend import core
 
 from .._passes import feedback, jaxprs
 from .._passes.equation import Divided
-from .._passes.jaxprs import is_inexact
+from .._passes.jaxprs import Same, is_inexact
 from . import held
 from .factors import is_summed_first
 from .held import PARTIAL, WHOLE, Layout, Result, Results, Rows, RowsMeet, Value
-from .writer import Same, Writer
+from .writer import Writer
 
 # == Programs inside ===================================================================
 # Equations with programs inside: functions, branches, regions of a mesh.

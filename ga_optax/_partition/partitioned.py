@@ -37,7 +37,7 @@ from .held import (
     Uneven,
     Value,
 )
-from .writer import Rule, Rules, Same, Scope, Writer
+from .writer import Rule, Rules, Scope, Writer
 
 # == Created rows ======================================================================
 # Rows of arrays that a program creates, with an axis as long as the batch.
@@ -483,7 +483,7 @@ def _drawn(w: Writer, v: Value, shape: tuple[int, ...], rows: Rows) -> Any:
         return None
     if math.prod(shape) >= 2**32:
         return None
-    key = "count", shape, rows, Same(w.index)
+    key = "count", shape, rows, jaxprs.Same(w.index)
     count = w.once(key, lambda: _count(w, shape, rows))
     k1, k2 = jax.random.key_data(v.x)
     zeros = jax.lax.bitwise_xor(count, count)  # batched as it is, under jax.vmap
@@ -550,7 +550,7 @@ def _bits(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> list[Any]
     ways = primitives.factors_of(primitives.Entry("..."), e)
     way = next(x for x in ways if x.outs[0] == rows.dim)
     xs = w.parts(vs, rows, way.ins)
-    return w.once(("bits", rows, *map(Same, xs)), lambda: w.results(e, xs))
+    return w.once(("bits", rows, *map(jaxprs.Same, xs)), lambda: w.results(e, xs))
 
 
 def _iota(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
@@ -567,7 +567,7 @@ def _jitted(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
         del notes[before:]
         [v] = here.interpret(program.jaxpr, program.consts, vs)
         return w.part(v, rows)
-    call = w.once(("call", Same(run.closed)), lambda: jax.jit(run.__call__))
+    call = w.once(("call", jaxprs.Same(run.closed)), lambda: jax.jit(run.__call__))
     [x] = call(nested.index_for(w, run), [w.whole(v) for v in vs])
     w.level = max(w.level, *run.levels)
     return x
@@ -581,7 +581,7 @@ def draws_rows(w: Writer, e: core.JaxprEqn) -> bool:
         names = [x.primitive.name for x in jaxprs.equations(program.jaxpr)]
         return "random_bits" in names and OPEN.issuperset(names)
 
-    return len(e.outvars) == 1 and w.once(("draws", Same(program.jaxpr)), found)
+    return len(e.outvars) == 1 and w.once(("draws", jaxprs.Same(program.jaxpr)), found)
 
 
 # Equations that are gone back through wherever rows of what they compute are wanted.

@@ -63,19 +63,6 @@ class Scope(NamedTuple):
     may_count: bool = False
 
 
-class Same:
-    """A key that equals another key of the same object alone."""
-
-    def __init__(self, of: Any) -> None:
-        self.of = of
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, Same) and self.of is other.of
-
-    def __hash__(self) -> int:
-        return id(self.of)
-
-
 @dataclasses.dataclass
 class Writer:
     """Writes the program of a micro-batch, at one place of the whole batch's program.

@@ -195,6 +195,11 @@ def log_sentence(sentence: str, level: int = logging.DEBUG) -> None:
         notes.append(sentence)
 
 
+def is_heard(level: int) -> bool:
+    """True if a sentence of this level is logged, or recorded."""
+    return _logger.isEnabledFor(level) or _notes.get(None) is not None
+
+
 @contextlib.contextmanager
 def listed(variable: contextvars.ContextVar[list[Item]]) -> Iterator[list[Item]]:
     """A new list, which the variable holds inside of the context."""

@@ -9,6 +9,7 @@ those that run one or trace one.
 
 import collections
 import contextlib
+import functools
 import itertools
 import math
 import operator
@@ -126,33 +127,6 @@ def work(equation: core.JaxprEqn) -> float:
 LITTLE = 1 / 20  # of the work of the rows
 
 
-def shares_much(jaxpr: core.Jaxpr, rows: Iterable[Any]) -> bool:
-    """True if more than a little of the work of a program needs no rows.
-
-    `rows` are the arguments that have rows.
-    """
-    shared, of_rows = _shared_and_other(jaxpr, set(rows))
-    return shared > LITTLE * of_rows
-
-
-def _shared_and_other(jaxpr: core.Jaxpr, of_rows: set[Any]) -> tuple[float, float]:
-    """The work of equations that are not cheap and read no rows; and of the others."""
-    shared = other = 0.0
-    for e in jaxpr.eqns:
-        its = [is_among(x, of_rows) for x in e.invars]
-        if not any(its):
-            shared += 0.0 if is_cheap(e) else work(e)
-        elif is_inline(e):
-            [inside] = inner_programs(e)
-            some = set(itertools.compress(inside.invars, its))
-            both = _shared_and_other(inside, some)
-            shared, other = shared + both[0], other + both[1]
-        else:
-            other += work(e)
-        of_rows.update(e.outvars if any(its) else ())
-    return shared, other
-
-
 def name_of(equation: core.JaxprEqn) -> str:
     """The name of the primitive of an equation, or of one that the primitive hides."""
     hidden = equation.params.get("_prim")
@@ -177,11 +151,14 @@ def inner(equation: core.JaxprEqn) -> list[Program]:
     found, stack = [], list(equation.params.values())[::-1]
     while stack:
         x = stack.pop()
-        if hasattr(x, "eqns"):
-            found.append(Program(getattr(x, "jaxpr", x), getattr(x, "consts", ())))
-        elif isinstance(x, (tuple, list)):
+        if isinstance(x, (tuple, list)):
             stack += x[::-1]
+        elif type(x) not in _SCALARS and hasattr(x, "eqns"):
+            found.append(Program(getattr(x, "jaxpr", x), getattr(x, "consts", ())))
     return found
+
+
+_SCALARS = {int, float, bool, str, type(None)}
 
 
 def inner_programs(equation: core.JaxprEqn) -> list[core.Jaxpr]:
@@ -284,7 +261,12 @@ def is_reference(x: Any) -> bool:
 def is_inexact(x: Any) -> bool:
     """True for a type, or a value, of real or complex numbers."""
     dtype = getattr(getattr(x, "aval", x), "dtype", None)
-    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
+    return dtype is not None and _is_inexact(dtype)
+
+
+@functools.cache
+def _is_inexact(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
@@ -308,7 +290,7 @@ _indices: Any = weakref.WeakKeyDictionary()  # by program, which never changes
 
 
 def _index(jaxpr: core.Jaxpr) -> _Index:
-    if jaxpr not in _indices:
+    if (index := _indices.get(jaxpr)) is None:
         index = _Index({}, {}, {}, collections.Counter(variables(jaxpr.outvars)))
         for place, equation in enumerate(jaxpr.eqns):
             index.place[id(equation)] = place
@@ -317,7 +299,7 @@ def _index(jaxpr: core.Jaxpr) -> _Index:
                 if not isinstance(x, core.Literal):
                     index.uses.setdefault(x, []).append((equation, i))
         _indices[jaxpr] = index
-    return _indices[jaxpr]
+    return index
 
 
 def uses(jaxpr: core.Jaxpr, variable: Any) -> list[Use]:
@@ -429,27 +411,17 @@ def _operands_moved_by(equation: core.JaxprEqn, found: Collection[Any]) -> list[
     return moved
 
 
-def roundings(jaxpr: core.Jaxpr, result: Any) -> list[Any]:
-    """A scalar before the first cast that rounds it, and after each of these casts.
+class Same:
+    """A key that equals another key of the same object alone."""
 
-    The last one is the result. A cast to a wider type may follow a rounding, as for a
-    mean in bfloat16 in a float32 loss.
-    """
-    casts, first = [result], 0
-    while (e := made_by(jaxpr, casts[-1])) is not None and result.aval.shape == ():
-        is_cast = e.primitive.name == primitives.CAST
-        if not is_cast or not _bits(e.invars[0]) or not _bits(casts[-1]):
-            break
-        casts.append(e.invars[0])
-        if _bits(casts[-1]) > _bits(casts[-2]):
-            first = len(casts) - 1
-    return casts[first::-1]
+    def __init__(self, of: Any) -> None:
+        self.of = of
 
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Same) and self.of is other.of
 
-def _bits(x: Any) -> int:
-    """The bits of a floating-point number; 0 for other types."""
-    dtype = x.aval.dtype
-    return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else 0
+    def __hash__(self) -> int:
+        return id(self.of)
 
 
 def key_of(
@@ -469,7 +441,7 @@ def key_of(
         if name not in without
     ]
     # The context of the trace: a mesh, a type of computation.
-    context = id(getattr(equation, "ctx", None))
+    context = getattr(equation, "ctx", None)
     return equation.primitive, tuple(operands), tuple(params), context
 
 
@@ -483,8 +455,8 @@ _forms: Any = weakref.WeakKeyDictionary()  # by program, which never changes
 
 def form(jaxpr: core.Jaxpr, without: Collection[str] = ()) -> Any:
     """A key that equal programs share, whatever their variables are called."""
-    if not without and jaxpr in _forms:
-        return _forms[jaxpr]
+    if not without and (found := _forms.get(jaxpr)) is not None:
+        return found
     numbers: dict[Any, int] = {}
 
     def number(x: Any) -> Any:
@@ -501,14 +473,14 @@ def form(jaxpr: core.Jaxpr, without: Collection[str] = ()) -> Any:
 
 def _form_of(x: Any, without: Collection[str]) -> Any:
     if hasattr(x, "eqns"):
-        consts = tuple(map(id, getattr(x, "consts", ())))
+        consts = tuple(map(Same, getattr(x, "consts", ())))
         return form(getattr(x, "jaxpr", x), without), consts
     if isinstance(x, (tuple, list)):
         return tuple([_form_of(y, without) for y in x])
     try:
         hash(x)
     except TypeError:
-        return id(x)
+        return Same(x)
     return x
 
 
@@ -539,7 +511,9 @@ def without_constants(jaxpr: core.Jaxpr) -> core.Jaxpr:
 def closing_over(
     jaxpr: core.Jaxpr, constants: Sequence[Any], values: Sequence[Any], invars: Any
 ) -> core.Jaxpr:
-    """The same program with other constants and arguments."""
+    """The same program with other constants and arguments; itself if there are none."""
+    if not constants and not jaxpr.constvars and list(invars) == jaxpr.invars:
+        return jaxpr
     # In newer JAX a program holds the values of its constants, too.
     more = {"consts": values} if hasattr(jaxpr, "consts") else {}
     return jaxpr.replace(constvars=constants, invars=invars, **more)
@@ -560,14 +534,6 @@ def silent_equation(equation: core.JaxprEqn) -> core.JaxprEqn:
 
 def _of_values(x: Any) -> Any:
     return type(x.effects)(filter(is_of_values, x.effects))
-
-
-def unrounded(jaxpr: core.Jaxpr, results: Iterable[int]) -> core.Jaxpr:
-    """The program, some results of which come before they are rounded."""
-    outvars = list(jaxpr.outvars)
-    for i in results:
-        outvars[i] = roundings(jaxpr, outvars[i])[0]
-    return jaxpr.replace(outvars=outvars)
 
 
 def renamed(
@@ -659,17 +625,25 @@ def results(program: Any, args: Sequence[Any]) -> list[Any]:
     return jax.core.eval_jaxpr(program.jaxpr, program.consts, *args)
 
 
-def bind(
+def bind(*places: Any) -> list[Any]:
+    """The values of `outvars`, see `between`."""
+    program, args = between(*places)
+    return jax.core.eval_jaxpr(program, (), *args)
+
+
+def between(
     jaxpr: core.Jaxpr,
     equations: Sequence[core.JaxprEqn],
     invars: Sequence[Any],
     outvars: Sequence[Any],
     values: Sequence[Any],
-) -> list[Any]:
-    """The values of `outvars`, from those of `invars`, by equations of `jaxpr`.
+) -> tuple[core.Jaxpr, list[Any]]:
+    """The program that computes `outvars` from `invars` by equations of `jaxpr`.
 
     A variable in `invars` keeps its value, even if an equation computes the variable
     (which runs because it prints).
+
+    Returns: the program, and the arguments among the values of `invars`.
     """
     pairs = zip(invars, values, strict=True)
     known = {v: x for v, x in pairs if not isinstance(v, core.Literal)}
@@ -682,7 +656,7 @@ def bind(
         eqns=list(equations),
         effects=effects,
     )
-    return jax.core.eval_jaxpr(program, (), *known.values())
+    return program, list(known.values())
 
 
 def _without_results(equation: core.JaxprEqn, known: Mapping[Any, Any]) -> Any:
@@ -691,6 +665,54 @@ def _without_results(equation: core.JaxprEqn, known: Mapping[Any, Any]) -> Any:
         return equation
     new = [core.Var(x.aval) if x in known else x for x in equation.outvars]
     return equation.replace(outvars=new)
+
+
+def inserted(jaxpr: core.Jaxpr, args: Sequence[Any]) -> list[Any]:
+    """The results of a program without constants, which becomes a part of another.
+
+    It is one equation, until the program around is `opened`: to run equations that
+    exist already JAX would infer all types anew.
+    """
+    return _inserted().bind(*args, program=core.ClosedJaxpr(jaxpr, []))
+
+
+@functools.cache
+def _inserted() -> core.Primitive:
+    new = core.Primitive(primitives.INSERTED)
+    new.multiple_results = True
+
+    def run_now(*xs: Any, program: Any) -> list[Any]:
+        return results(program, xs)
+
+    def types(*_: Any, program: Any) -> tuple[Any, Any]:
+        return program.out_avals, program.effects
+
+    new.def_impl(run_now)
+    new.def_effectful_abstract_eval(types)
+    return new
+
+
+def opened(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """The program with the equations of programs that were `inserted`, in loops too."""
+    names, new = dict[Any, Any](), list[core.JaxprEqn]()
+    for e in jaxpr.eqns:
+        e = e.replace(invars=rename(e.invars, names)) if names else e
+        if e.primitive.name in ("scan", "cond"):
+            e = with_inner(e, opened)
+        if e.primitive.name != primitives.INSERTED:
+            new.append(e)
+            continue
+        [program], stack = inner_programs(e), e.source_info.name_stack
+        names.update(zip(program.invars, e.invars, strict=True))
+        for x in program.eqns:
+            source = x.source_info.replace(name_stack=stack + x.source_info.name_stack)
+            ins = rename(x.invars, names)
+            new.append(x.replace(invars=ins, source_info=source))
+        outs = rename(program.outvars, names)
+        names.update(zip(e.outvars, outs, strict=True))
+    same = with_equations(jaxpr, new)
+    outs = rename(jaxpr.outvars, names)
+    return same.replace(outvars=outs) if names else same
 
 
 def of_some(
@@ -708,20 +730,6 @@ def of_some(
 def put(xs: Sequence[Any], places: Iterable[int], new: Sequence[Any]) -> list[Any]:
     """The values, with others at some places."""
     return list((dict(enumerate(xs)) | dict(zip(places, new, strict=True))).values())
-
-
-def noted(note: Callable[[], None], x: jax.Array) -> jax.Array:
-    """`x`; `note` is called when a cotangent comes back, though it may be of zeros."""
-
-    def back(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
-        note()
-        return (cotangent,)
-
-    if not is_inexact(x):
-        return x
-    same = jax.custom_vjp(lambda x: x)
-    same.defvjp(lambda x: (x, None), back)
-    return same(x)
 
 
 def checkpointed(equation: core.JaxprEqn, body: Callable[..., Any]) -> Any:

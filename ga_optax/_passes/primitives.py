@@ -389,6 +389,7 @@ PUT = "device_put"
 # Primitives of ours: `rowwise`, a window, gathered parts, and a call inside a loss.
 ROWWISE, WINDOW, GATHER_PARTS = "rowwise", "ga_optax_window", "ga_optax_gather"
 GRADIENTS, APART, SCAN = "ga_optax_value_and_grad", "ga_optax_apart", "associative_scan"
+INSERTED = "ga_optax_inserted"
 
 Columns = dict[str, Any]
 OPEN: Columns = {"is_open": True}

@@ -7,6 +7,7 @@ once.
 """
 
 import collections
+import dataclasses
 import functools
 import operator
 import os
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jax.extend import core, source_info_util
 from jax.interpreters import ad, batching, mlir
 
@@ -393,66 +395,25 @@ Pull = Callable[[jax.Array], list[jax.Array]]
 
 
 def with_pullback(
-    program: Program, params: Sequence[Any], rest: Sequence[Any]
+    program: Program, params: Sequence[Any], rest: Sequence[Any], known: "Known"
 ) -> tuple[list[Any], Pull]:
     """The results of a program, and the pullback of the first one to `params`.
 
-    These are its first arguments, and `rest` are the others.
+    These are its first arguments, and `rest` are the others. What is learned of its
+    kinds of equations is added to `known`.
     """
     jaxpr, first = jaxprs.without_constants(program.jaxpr), len(program.consts)
-    way = _Backward(jaxpr, jaxpr.invars[first : first + len(params)])
+    way = _Backward(jaxpr, jaxpr.invars[first : first + len(params)], known)
     there, back, gives = way.both_ways()
     consts, number = list(way.consts.values()), len(jaxpr.outvars)
-    out = inserted(there, [*consts, *program.consts, *params, *rest])
+    out = jaxprs.inserted(there, [*consts, *program.consts, *params, *rest])
 
     def pull(cotangent: jax.Array) -> list[jax.Array]:
-        grads = iter(inserted(back, [*consts, *out[number:], cotangent]))
+        grads = iter(jaxprs.inserted(back, [*consts, *out[number:], cotangent]))
         pairs = zip(params, gives, strict=True)
         return [next(grads) if given else jnp.zeros_like(x) for x, given in pairs]
 
     return out[:number], pull
-
-
-_INSERTED = "ga_optax_inserted"  # the name of a function that `opened` opens
-
-
-def inserted(jaxpr: core.Jaxpr, args: Sequence[Any]) -> list[Any]:
-    """The results of a program without constants, which becomes a part of another.
-
-    It is traced as one function, until the program around is `opened`: to run equations
-    that exist already JAX would infer all types anew.
-    """
-    [call] = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).jaxpr.eqns
-    params = dict(call.params)
-    for end, n in (("in", len(args)), ("out", len(jaxpr.outvars))):
-        both = f"{end}_shardings", f"{end}_layouts"
-        params |= {name: params[name][:1] * n for name in both}
-    params |= {"jaxpr": core.ClosedJaxpr(jaxpr, []), "name": _INSERTED}
-    params |= {"donated_invars": (False,) * len(args)}
-    return call.primitive.bind(*args, **params)
-
-
-def opened(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    """The program with the equations of programs that were `inserted`, in loops too."""
-    names, new = dict[Any, Any](), list[core.JaxprEqn]()
-    for e in jaxpr.eqns:
-        e = e.replace(invars=jaxprs.rename(e.invars, names)) if names else e
-        if e.primitive.name in ("scan", "cond"):
-            e = jaxprs.with_inner(e, opened)
-        if e.params.get("name") != _INSERTED:
-            new.append(e)
-            continue
-        [program], stack = jaxprs.inner_programs(e), e.source_info.name_stack
-        names.update(zip(program.invars, e.invars, strict=True))
-        for x in program.eqns:
-            source = x.source_info.replace(name_stack=stack + x.source_info.name_stack)
-            ins = jaxprs.rename(x.invars, names)
-            new.append(x.replace(invars=ins, source_info=source))
-        outs = jaxprs.rename(program.outvars, names)
-        names.update(zip(e.outvars, outs, strict=True))
-    same = jaxprs.with_equations(jaxpr, new)
-    outs = jaxprs.rename(jaxpr.outvars, names)
-    return same.replace(outvars=outs) if names else same
 
 
 class _Part(NamedTuple):
@@ -498,6 +459,21 @@ class _BothWays(NamedTuple):
     gives: Sequence[bool]
 
 
+@dataclasses.dataclass
+class Known:
+    """The kinds of equations that JAX differentiated, for all programs of a call.
+
+    Attributes:
+      ways: the kinds that are known there and back.
+      consts: the constants of these.
+      sums: the addition of two cotangents, by their types.
+    """
+
+    ways: dict[_Kind, _BothWays] = dataclasses.field(default_factory=dict)
+    consts: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    sums: dict[Any, _Part] = dataclasses.field(default_factory=dict)
+
+
 class _Backward:
     """Writes a program there and back.
 
@@ -507,17 +483,14 @@ class _Backward:
       moving: the variables through which the first result depends on these.
       kinds: by its id, the kind of an equation that such variables go through, if all
         results that may have a cotangent have one.
-      ways: the kinds that are known there and back.
-      consts: the constants of these.
-      sums: the addition of two cotangents, by their types.
+      known: kinds there and back.
+      consts: the constants that the program reads there and back, beside its own.
     """
 
-    def __init__(self, jaxpr: core.Jaxpr, wrt: Sequence[Any]) -> None:
-        self.jaxpr, self.wrt = jaxpr, wrt
+    def __init__(self, jaxpr: core.Jaxpr, wrt: Sequence[Any], known: Known) -> None:
+        self.jaxpr, self.wrt, self.known = jaxpr, wrt, known
         self.kinds: dict[int, _Kind] = {}
-        self.ways: dict[_Kind, _BothWays] = {}
         self.consts: dict[Any, Any] = {}
-        self.sums: dict[Any, _Part] = {}
         moved = jaxprs.moved_by(jaxpr, jaxpr.outvars[:1])
         self.moving = moved.intersection(wrt)
         kinds: dict[_Kind, core.JaxprEqn] = {}
@@ -528,8 +501,10 @@ class _Backward:
                 self.moving |= outs
                 key = jaxprs.key_of(e, operator.attrgetter("aval"))
                 self.kinds[id(e)] = kind = self._kind(e, key, outs)
-                kinds[kind] = e
-        self._learn(kinds)
+                if kind not in known.ways:
+                    kinds[kind] = e
+        if kinds:
+            self._learn(kinds)
 
     def both_ways(self) -> tuple[core.Jaxpr, core.Jaxpr, list[bool]]:
         """The program there, the program back, and whether it gives each gradient.
@@ -547,7 +522,8 @@ class _Backward:
                 continue
             pairs = zip(ins, e.invars, strict=True)
             args = [x for x, old in pairs if not isinstance(old, core.Literal)]
-            out = self.ways[kinds[id(e)]].there.copied(args, e, there)
+            way = self.known.ways[kinds[id(e)]]
+            out = way.there.copied(args, e, there)
             names.update(zip(e.outvars, out, strict=False))
             left[id(e)] = out[len(e.outvars) :]
         back, seed, grads = self._back(kinds, left)
@@ -557,8 +533,11 @@ class _Backward:
         free = reads.difference(*[e.outvars for e in back])
         way = _flat(jaxpr, [], given, back)
         back, reads = jaxprs.needed_for(way, given, free.__contains__)
-        more = [x for x in reads if x is not seed and x not in self.consts]
-        outs = [*jaxprs.rename(jaxpr.outvars, names), *more]
+        known, outs = self.known.consts, jaxprs.rename(jaxpr.outvars, names)
+        more = [x for x in reads if x is not seed and x not in known]
+        both = [*[x for e in [*there, *back] for x in e.invars], *outs, *given]
+        some = [x for x in dict.fromkeys(jaxprs.variables(both)) if x in known]
+        self.consts, outs = {x: known[x] for x in some}, [*outs, *more]
         return (
             _flat(jaxpr, [*self.consts, *jaxpr.invars], outs, there),
             _flat(jaxpr, [*self.consts, *more, seed], given, back),
@@ -581,10 +560,10 @@ class _Backward:
                 kind = self.kinds[id(e)]
                 if not cotangents.issuperset([e.outvars[i] for i in kind[2]]):
                     kind = self._kind(e, kind[0], cotangents)
-                if kind not in self.ways:
+                if kind not in self.known.ways:
                     self._learn({kind: e})
                 kinds[id(e)] = kind
-                pairs = zip(kind[1], self.ways[kind].gives, strict=True)
+                pairs = zip(kind[1], self.known.ways[kind].gives, strict=True)
                 cotangents.update([e.invars[i] for i, gives in pairs if gives])
         return kinds
 
@@ -597,7 +576,8 @@ class _Backward:
         for e in reversed(self.jaxpr.eqns):
             if id(e) not in kinds:
                 continue
-            way, (_, wrt, given) = self.ways[kinds[id(e)]], kinds[id(e)]
+            _, wrt, given = kind = kinds[id(e)]
+            way = self.known.ways[kind]
             cotangents = [found.pop(e.outvars[i]) for i in given]
             grads = way.back.copied([*left[id(e)], *cotangents], e, back)
             triples = list(zip(wrt, way.gives, grads, strict=True))
@@ -609,10 +589,11 @@ class _Backward:
 
     def _sum(self, x: Any, y: Any, at: core.JaxprEqn, to: list[core.JaxprEqn]) -> Any:
         """The sum of two cotangents."""
-        if (types := (x.aval, y.aval)) not in self.sums:
+        sums = self.known.sums
+        if (types := (x.aval, y.aval)) not in sums:
             jaxpr = jaxprs.program_of(ad.add_jaxvals, *types).jaxpr
-            self.sums[types] = _Part(jaxpr.eqns, jaxpr.invars, jaxpr.outvars)
-        return self.sums[types].copied([x, y], at, to)[0]
+            sums[types] = _Part(jaxpr.eqns, jaxpr.invars, jaxpr.outvars)
+        return sums[types].copied([x, y], at, to)[0]
 
     def _learn(self, kinds: dict[_Kind, core.JaxprEqn]) -> None:
         """Has JAX differentiate kinds of equations, all at once."""
@@ -633,9 +614,8 @@ class _Backward:
 
         def every(*xs: Any) -> list[Any]:
             def of_moving(*some: Any) -> tuple[list[Any], list[list[Any]]]:
-                notes = [functools.partial(gives.add, i) for i in range(len(some))]
-                some = tuple(map(jaxprs.noted, notes, some))
-                new, outs, smooth = jaxprs.put(xs, moving, some), [], []
+                noted = _noted(gives.update, some)
+                new, outs, smooth = jaxprs.put(xs, moving, noted), [], []
                 for (e, ins, at), (*_, given) in zip(cases, kinds, strict=True):
                     values = new[at : at + len(ins)]
                     out = jaxprs.bind(self.jaxpr, [e], ins, e.outvars, values)
@@ -647,7 +627,10 @@ class _Backward:
 
         closed: Any = jax.make_jaxpr(every)(*types)
         jaxpr, results = closed.jaxpr, closed.jaxpr.outvars
-        self.consts.update(zip(jaxpr.constvars, closed.consts, strict=True))
+        if any(isinstance(x, jax.core.Tracer) for x in closed.consts):
+            ways, consts = self.known.ways, self.known.consts
+            self.known = Known({**ways}, {**consts})  # they are of this trace alone
+        self.known.consts.update(zip(jaxpr.constvars, closed.consts, strict=True))
         later = jaxprs.following(jaxpr, [jaxpr.invars[i] for i in seeds])
         n, first = 0, sum([len(e.outvars) for e, *_ in cases])
         m = first  # of gradients, which follow all results
@@ -656,8 +639,26 @@ class _Backward:
             outs, grads = results[n:][: len(e.outvars)], results[m:][: len(kind[1])]
             there, back = _in_two(jaxpr, later, operands, outs, grads)
             given = [i + m - first in gives for i in range(len(grads))]
-            self.ways[kind] = _BothWays(there, back, given)
+            self.known.ways[kind] = _BothWays(there, back, given)
             n, m = n + len(outs), m + len(grads)
+
+
+def _noted(note: Callable[[Any], None], xs: Sequence[Any]) -> Sequence[Any]:
+    """`xs`; `note` is called with the numbers of those to which a cotangent comes.
+
+    That may be of zeros, if JAX does not know that it is zero.
+    """
+
+    def back(_: None, cotangents: Any) -> Any:
+        known = [isinstance(ct, SymbolicZero) for ct in cotangents]
+        note([i for i, is_zero in enumerate(known) if not is_zero])
+        pairs = zip(cotangents, known, strict=True)
+        return tuple(None if is_zero else ct for ct, is_zero in pairs)
+
+    same = jax.custom_vjp(lambda *xs: xs)
+    there = lambda *xs: (tuple(x.value for x in xs), None)  # noqa: E731
+    same.defvjp(there, back, symbolic_zeros=True)
+    return same(*xs)
 
 
 def _in_two(

@@ -635,7 +635,7 @@ PASSES = (
 def run_scope(scope: str, program: Program, facts: Facts) -> Program:
     """The program after all passes of a scope that apply, but those that raise."""
     if scope == "loop":  # what the backward pass inserted is equations for all passes
-        program = program._replace(jaxpr=products.opened(program.jaxpr))
+        program = program._replace(jaxpr=jaxprs.opened(program.jaxpr))
     for change in PASSES:
         if change.scope == scope and change.applies(facts):
             try:
@@ -653,12 +653,16 @@ def run_scope(scope: str, program: Program, facts: Facts) -> Program:
 
 
 def with_pullback(
-    program: Program, params: Sequence[Any], rest: Sequence[Any], alike: bool
+    program: Program,
+    params: Sequence[Any],
+    rest: Sequence[Any],
+    known: products.Known | None,
 ) -> tuple[jax.Array, Any, list[jax.Array]]:
     """The first result of a program, the pullback to `params`, and the other results.
 
-    As by `jax.vjp`. Equations that are `alike` are differentiated once, in a program
-    without effects and without code that JAX cannot see, such as callbacks.
+    As by `jax.vjp`. Equations that are alike, also those of `known`, are differentiated
+    once, in a program without effects and without code that JAX cannot see, such as
+    callbacks. None for `known`: each is differentiated by itself.
     """
 
     def evaluate(*params: jax.Array) -> tuple[jax.Array, list[Any]]:
@@ -666,9 +670,9 @@ def with_pullback(
         return loss, list(map(jax.numpy.asarray, more))  # an aux may be a plain number
 
     names = {e.primitive.name for e in program.jaxpr.eqns}
-    if alike and not program.jaxpr.effects and names <= primitives.SEEN:
+    if known is not None and not program.jaxpr.effects and names <= primitives.SEEN:
         try:
-            [loss, *more], pull = products.with_pullback(program, params, rest)
+            [loss, *more], pull = products.with_pullback(program, params, rest, known)
             return loss, pull, list(map(jax.numpy.asarray, more))
         except Exception as error:  # Any: what JAX will change is not known.
             # A rule of a function may have failed, and JAX, which runs a rule only if a

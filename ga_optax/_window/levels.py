@@ -28,7 +28,7 @@ from .._loop.loop import (
     with_passes,
 )
 from .._loop.micro_step import FOLDS, LossProgram, Operands, Weighting
-from .._passes import about, jaxprs
+from .._passes import about, jaxprs, products
 from .._passes.about import Facts
 from .._passes.jaxprs import is_inexact
 from .._passes.table import arrival
@@ -83,7 +83,9 @@ class Evaluation:
       schedule: the order of the computation.
       params: the buffers of the parameters, which are filled from the start.
       rows: the buffers of the leaves of the batch that are differentiated.
-      functions: one function for levels that compute the same, such as equal layers.
+      functions: one program for levels that compute the same, such as equal layers.
+      types: the type of each micro-batch's value in a stack, by the type of the stack.
+      known: what JAX wrote for kinds of equations on the way back.
     """
 
     def __init__(
@@ -100,7 +102,9 @@ class Evaluation:
         self.varying = tuple(sorted({*self.axes, *varying}))
         self.params: list[int] = []
         self.rows: list[int] = []
-        self.functions: dict[Any, Callable[..., Any]] = {}
+        self.functions: dict[Any, Any] = {}
+        self.types: dict[Any, Any] = {}
+        self.known = products.Known()
 
         consts, rows = operands.consts, [x[0] for x in self.xs]
         groups = [*consts, *operands.params, *rows]
@@ -151,7 +155,8 @@ class Evaluation:
           wanted: the variables.
           level: the time: all buffers of earlier levels can be read.
           buffers: the buffers that are filled; or a `Part` of a buffer.
-          x: the micro-batch, a slice of `xs`; None if no rows are read.
+          x: the micro-batch, a slice of `xs`, in a program that is `traced`; None if no
+            rows are read.
           acts: True if equations that print or call back run, too.
         """
         rows = self.xs if x is None else x
@@ -169,11 +174,26 @@ class Evaluation:
             for e in equations
         ]
         given = [values[v] for v in read]
-        out = jaxprs.bind(self.schedule.jaxpr, runs, read, wanted, given)
+        program, args = jaxprs.between(self.schedule.jaxpr, runs, read, wanted, given)
+        run = jax.core.eval_jaxpr if x is None else copied
+        out = run(program, (), *args)
         return [
             x if isinstance(x, jax.Array) else jnp.asarray(x, v.aval.dtype)
             for v, x in zip(wanted, out, strict=True)
         ]
+
+    def type_of_one(self, stack: jax.Array) -> Any:
+        """The type of the value of one micro-batch in a stack."""
+        if (aval := jax.typeof(stack)) not in self.types:
+            [self.types[aval]] = jax.make_jaxpr(lambda x: x[0])(aval).out_avals
+        return self.types[aval]
+
+    def traced(self, fun: Callable[..., Any], *args: Any) -> Any:
+        """The program of `fun` for one micro-batch's values in the last argument."""
+        *whole, stacks = args
+        first = jax.tree.map(self.type_of_one, stacks)
+        closed: Any = jax.make_jaxpr(fun)(*whole, first)
+        return closed.replace(jaxpr=jaxprs.opened(closed.jaxpr))
 
     def run(self, key: Any, fun: Callable[..., Any], *args: Any) -> Any:
         """`fun(*args)`, as a function that was traced before if the key is the same.
@@ -181,8 +201,11 @@ class Evaluation:
         JAX traces, differentiates and lowers the function once. XLA inlines it.
         """
         if key not in self.functions:
-            self.functions[key] = jax.jit(lambda *args: fun(*args))
-        return self.functions[key](*args)
+            once = jax.jit(lambda *args: fun(*args))
+            self.functions[key] = jax.make_jaxpr(once, return_shape=True)(*args)
+        closed, shapes = self.functions[key]
+        out = jaxprs.results(closed, jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
     def stack(self, like: jax.Array, late: Buffers, number: int = 0) -> jax.Array:
         """An array for a value of each micro-batch; its content does not matter.
@@ -199,6 +222,21 @@ class Evaluation:
         one = jnp.ravel(latest)[number % latest.size if is_known else 0]
         block = jax.lax.broadcast(one.astype(stack.dtype), (1,) * stack.ndim)
         return jax.lax.dynamic_update_slice(stack, block, (0,) * stack.ndim)
+
+
+def copied(jaxpr: core.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
+    """The results of a program, whose equations are copied once all is `opened`.
+
+    JAX runs them if something acts, or if arguments have types of another place.
+    """
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    if jaxpr.effects or any(x.aval != jax.typeof(y) for x, y in known.items()):
+        return jax.core.eval_jaxpr(jaxpr, consts, *args)
+    # In the order in which they are used, in which JAX would find them.
+    used = [x for e in jaxpr.eqns for x in jaxprs.variables(e.invars)]
+    names = [x for x in dict.fromkeys([*used, *known]) if x in known]
+    jaxpr = jaxprs.closing_over(jaxpr, [], [], names)
+    return jaxprs.inserted(jaxpr, [known[x] for x in names])
 
 
 def _has_numbers(x: jax.Array) -> bool:
@@ -293,7 +331,7 @@ def filled(
     def micro_batch(x: Any) -> Arrays:
         return values.evaluate(operands, level, buffers, x)
 
-    closed: Any = jax.make_jaxpr(micro_batch)([x[0] for x in values.xs])
+    closed = values.traced(micro_batch, values.xs)
 
     def scanned(start: Any, xs: Arrays, consts: Arrays) -> Any:
         def step(carry: Any, x: Arrays) -> tuple[Any, Any]:
@@ -498,13 +536,14 @@ def _looped(
     closed = _traced(values, way, buffers, numbers, (params, batch))
     program = program_back(values.program, closed.jaxpr, len(shared), way.wanted)
 
-    # A count of 1: the accumulator is not empty, and its totals are added to.
+    # The totals are those of this window.
     weight, count = jnp.zeros_like(values.operands.acc.weight), jnp.ones([], jnp.int32)
     totals = [cotangent_so_far(values, j, buffers, cotangents) for j in shared]
     acc = Accumulator(totals, weight, count)
     operands = Operands(closed.consts, params, jax.tree.leaves(batch), [], [], acc)
     adds = _chosen_additions(values, program, operands, shared)
-    pairs = zip(residuals, batch[0], strict=True)
+    types = map(values.type_of_one, batch[0])
+    pairs = zip(residuals, types, strict=True)
     adds += [stacked_addition(x, j not in cotangents) for j, x in pairs]
     # Nothing adds to `mine` any more: to read a number of them costs no copy.
     late = buffers if way.cotangents is None else cotangents | mine
@@ -522,6 +561,8 @@ def _looped(
         rounds_once=program.low_precision,
         rows=len(residuals),
         index=len(residuals) + len(values.xs) - 1,
+        begins=True,
+        known=values.known,
         moved=tuple((first + i, len(totals) + n) for i, n in moved.items()),
     )
     operands = operands._replace(acc=acc._replace(total=[*totals, *stacks]))
@@ -555,15 +596,15 @@ def _traced(
         ]
         return [sum(map(_paired, given, out), jnp.zeros([], float))]
 
-    params, batch = args
-    first = jax.tree.map(lambda x: x[0], batch)
-    return jax.make_jaxpr(micro_batch)(params, first)
+    return values.traced(micro_batch, *args)
 
 
 def _paired(cotangent: jax.Array, x: jax.Array) -> jax.Array:
     """Σ cotangent · x, whose gradient is the cotangent."""
-    product = cotangent * x.astype(cotangent.dtype)
-    return jnp.sum(product.real).astype(float)
+    x = x if x.dtype == cotangent.dtype else x.astype(cotangent.dtype)
+    product = jax.lax.mul(cotangent, x)
+    real = product.real if jnp.iscomplexobj(product) else product
+    return jnp.sum(real).astype(float)
 
 
 def _chosen_additions(
@@ -596,7 +637,7 @@ def _stacks(
     moved: dict[int, int] = {}
     for n, (j, stack) in enumerate(given.items()):
         if stack is None:
-            like = wide(zeros(jax.typeof(buffers[j][0])))
+            like = wide(zeros(values.type_of_one(buffers[j])))
             type_ = jax.typeof(values.stack(like, {}))
             unused = (i for i in range(len(parts)) if i not in moved)
             part = next((i for i in unused if jax.typeof(parts[i]) == type_), None)

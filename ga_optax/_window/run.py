@@ -142,8 +142,7 @@ def _in_one_loop(values: Evaluation, buffers: Buffers) -> Outcome:
         known = buffers | dict(zip(values.params, params, strict=True))
         return values.evaluate(roots, Level(schedule.end), known, x, acts=True)
 
-    first = [x[0] for x in operands.batch]
-    closed: Any = jax.make_jaxpr(micro_batch)(operands.params, first)
+    closed = values.traced(micro_batch, operands.params, operands.batch)
     program = levels.program_back(
         values.program, closed.jaxpr, len(operands.params), wanted
     )
@@ -285,10 +284,11 @@ def log_report(schedule: Schedule, limit_is_ours: bool) -> None:
     Warns if any equation runs more often than it should, if the limit of residuals is
     ours and not the user's.
     """
-    new = report_of(schedule)
-    if limit_is_ours and (new.forward > _FORWARD or new.backward > _BACKWARD):
-        _warn(new)
-    about.log_sentence(str(new), logging.INFO)
+    _, forward, backward = most_runs(runs_of_equations(schedule).values())
+    if limit_is_ours and (forward > _FORWARD or backward > _BACKWARD):
+        _warn(report_of(schedule))
+    if about.is_heard(logging.INFO):
+        about.log_sentence(str(report_of(schedule)), logging.INFO)
 
 
 def report_of(schedule: Schedule) -> WindowReport:

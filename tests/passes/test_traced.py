@@ -5,6 +5,7 @@ import collections
 import helpers
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers import normal, plain_scan
 from jax.interpreters import ad
@@ -12,7 +13,8 @@ from jax.interpreters import ad
 import ga_optax as ga
 from ga_optax import accumulator
 from ga_optax._partition import nested
-from ga_optax._passes import jaxprs, products
+from ga_optax._passes import equation, jaxprs, products
+from ga_optax._window import levels
 
 LAYERS, WIDTH = 6, 4
 
@@ -44,7 +46,7 @@ def mixed(params, x):
     return jnp.mean(jnp.square(x))
 
 
-def by_jax(program, params, rest):
+def by_jax(program, params, rest, known=None):
     """The backward pass as JAX writes it."""
 
     def evaluate(*params):
@@ -93,8 +95,40 @@ def before_zeros(params, x):
     return jnp.mean(x * x)
 
 
+def normed(params, x):
+    """Layers of which rows meet, so that there are several loops."""
+    for w in params:
+        h = x @ w
+        x = x + jnp.tanh(h - jnp.mean(h, 0, keepdims=True))
+    return jnp.mean(x * x)
+
+
+TABLES = [np.asarray(normal(1, WIDTH, seed=20 + i)) for i in range(LAYERS)]
+
+
+def with_constants(params, x):
+    """Rows meet; functions and rules are alike, but for the arrays they close over."""
+    for i, w in enumerate(params):
+        table = TABLES[i].astype(x.dtype)
+
+        @jax.custom_vjp
+        def scaled(x, table=table):
+            return x * table
+
+        scaled.defvjp(
+            lambda x, table=table: (x * table, None),
+            lambda _, ct, table=table: (2 * ct * table, None),
+        )
+        shifted = jax.jit(lambda x, table=table: jnp.tanh(x * table) * table)
+        x = shifted(scaled(x @ w))
+        x = x - jnp.mean(x, 0, keepdims=True)
+    return jnp.mean(x * x)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("loss", [dense, mixed, returning, before_zeros])
+@pytest.mark.parametrize(
+    "loss", [dense, mixed, returning, before_zeros, normed, with_constants]
+)
 def test_it_is_the_program_of_jax(loss, dtype, monkeypatch):
     """The same bits, by as many equations of each kind, functions of ours aside."""
 
@@ -124,6 +158,53 @@ def test_a_rule_is_run_once_for_all_layers(monkeypatch):
     assert number() == 1
     monkeypatch.setattr(products, "with_pullback", by_jax)
     assert number() == LAYERS
+
+
+def test_a_rule_is_run_once_for_all_loops_of_a_window(monkeypatch):
+    rule, runs = ad.primitive_jvps[jax.lax.tanh_p], []
+
+    def number():
+        runs.clear()
+        jax.make_jaxpr(ga.value_and_grad(normed, 2))(*arguments())
+        return len(runs)
+
+    counted = lambda *args, **how: runs.append(1) or rule(*args, **how)  # noqa: E731
+    monkeypatch.setitem(ad.primitive_jvps, jax.lax.tanh_p, counted)
+    assert number() == 1
+    by_itself, known = products.with_pullback, products.Known
+    new = lambda *args: by_itself(*args[:3], known())  # noqa: E731
+    monkeypatch.setattr(products, "with_pullback", new)
+    assert number() > 1
+
+
+def test_programs_that_differ_in_constants_alone_are_not_alike(monkeypatch):
+    params, x = arguments()
+    args = params[:3], x  # of more layers the gradient is not well conditioned
+    want = jax.value_and_grad(with_constants)(*args)
+
+    def error():
+        got = jax.jit(ga.value_and_grad(with_constants, 2))(*args)
+        return helpers.off(got, want)
+
+    assert error() < 1e-5
+    # The twin takes all arrays for one.
+    monkeypatch.setattr(jaxprs.Same, "__eq__", lambda *_: True)
+    monkeypatch.setattr(jaxprs.Same, "__hash__", lambda _: 0)
+    assert error() > 1e-2
+
+
+@pytest.mark.parametrize("loss", [normed, with_constants, mixed])
+def test_equations_that_are_copied_are_those_that_jax_would_write(loss, monkeypatch):
+    def text():
+        return jax.jit(ga.value_and_grad(loss, 2)).lower(*arguments()).as_text()
+
+    copied, runs = text(), []
+    monkeypatch.setattr(levels, "copied", jax.core.eval_jaxpr)
+    monkeypatch.setattr(
+        equation, "_is_plain", lambda *_: runs.append(1)
+    )  # the lowering traces
+    assert text() == copied
+    assert runs
 
 
 def test_a_rule_that_no_tangent_reaches_does_not_run():
