@@ -257,8 +257,8 @@ def partition(
     """
     split = ((a.layout, a.aval) for a in arguments if isinstance(a.layout, Rows))
     some = next((Created(x, of.shape[x.dim]) for x, of in split), None)
-    layouts = None if like is None else like.layouts
-    whole = _Whole(jaxpr, arguments, axis, first, layouts)
+    of_like = None if like is None else like.layouts
+    whole = _Whole(jaxpr, arguments, axis, first, of_like)
     if like is not None and some is not None and not axis.is_even:
         return whole.partitioned(dataclasses.replace(some, cut=like.cut))
     best = best_with_created(whole.partitioned, lambda x: _cost(x.jaxpr, axis), some)
