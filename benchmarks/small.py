@@ -118,9 +118,8 @@ def measure(name: str, rounds: int, calls: int) -> dict[str, Any]:
     for _ in range(rounds + 1):  # the first turn compiles
         for way, step in steps.items():
             start = time.process_time()
-            for _ in range(calls):
-                out = step(*args)
-            jax.block_until_ready(out)
+            outs = [step(*args) for _ in range(calls)]
+            jax.block_until_ready(outs)
             times[way].append((time.process_time() - start) / calls)
     least = {way: min(some[1:]) for way, some in times.items()}
     return {

@@ -107,10 +107,10 @@ FAULTS = """
 + def on_device(...): return given[0]
 @ _calls/engine.py: test_devices
 * replicas of shards draw for rows of others
--     if of_rows or by_place or not call.devices.replicas:
-+     if of_rows or not call.devices.replicas:
+-     if not call.devices.replicas or of_rows or jaxprs.uses(part.jaxpr, place):
++     if not call.devices.replicas or of_rows:
 * replicas of shards are summed in each micro-step
--     if of_rows or by_place or not call.devices.replicas:
+-     if not call.devices.replicas or of_rows or jaxprs.uses(part.jaxpr, place):
 +     if call.num_of_device:
 @ _calls/engine.py: test_law_devices
 * a table that a loss closes over is refused
@@ -388,7 +388,8 @@ FAULTS = """
 + def _computed(...): return 0, 1
 @ accumulator.py: test_accumulator
 * a micro-batch that is not added
--  + _cast(term, wide)
+- jax.lax.add(x, y) if x.shape == y.shape else x + y
++ x
 * a product with the reciprocal of the weight
 - return t / jnp.where(jnp.isnan(t), jnp.ones_like(w), w)
 + return t * (1 / w)
@@ -405,8 +406,8 @@ FAULTS = """
 - jnp.finfo(wide).nexp, digits
 + jnp.finfo(x.dtype).nexp, digits
 * rounded: no derivative without its rule
-- return _cast(exact * one, x.dtype)
-+ return jax.lax.stop_gradient(_cast(exact * one, x.dtype))
+- return cast(exact * one, x.dtype)
++ return jax.lax.stop_gradient(cast(exact * one, x.dtype))
 * a micro-batch of weight 0 that is added
 - return [jnp.where(weight == 0, old, new) for old, new in pairs]
 + return [new for _, new in pairs]
