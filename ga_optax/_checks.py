@@ -12,7 +12,7 @@ import itertools
 import math
 import numbers
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -147,6 +147,49 @@ def uneven(rows: int, k: int) -> str:
         f"{drop} add {more} row{'s' * (more > 1)} that a mask leaves out of the loss: "
         "jnp.where(mask, loss_of_rows, 0).sum() / mask.sum()."
     )
+
+
+def or_another(named: Mapping[str, Any], batch: Sequence[str], k: int) -> str:
+    """A sentence on an argument that may be the batch, if the one that is looks odd.
+
+    It has one number of rows, k or more, in all leaves, and the batch has not. If some
+    argument of the batch has such rows, the others may be parameters.
+
+    Args:
+      named: the arguments by their names.
+      batch: the names of those that are the batch.
+      k: the number of micro-batches.
+    """
+
+    def lengths(*names: str) -> list[int]:
+        leaves = jax.tree.leaves([named[name] for name in names])
+        of_leaves = {(*np.shape(x), 0)[0] for x in leaves}
+        return sorted(n for n in of_leaves if isinstance(n, int))
+
+    if len(rows := lengths(*batch)) == 1 and rows[0] >= k:
+        return ""
+    each = {name: [n for n in lengths(name) if n] for name in batch}
+    of_rows = {n[0] for n in each.values() if len(n) == 1 and n[0] >= k}
+    for name, some in each.items() if of_rows else ():
+        if len(some) > 1 and of_rows.isdisjoint(some):
+            return (
+                f" {name} has leaves of {some[0]} and {some[1]} rows: if they are "
+                "parameters, such as those of a reference model, take it out of "
+                "batch_argnums."
+            )
+    for name in named:
+        if name not in batch and len(rows := lengths(name)) == 1 and rows[0] >= k:
+            return (
+                f" If {name}, with {rows[0]} rows in each leaf, is the batch, the "
+                "arguments are swapped; or name that one in batch_argnums."
+            )
+    return ""
+
+
+def is_sequence(batch: Sequence[Any], number: int) -> bool:
+    """True if each leaf has one row, and so many numbers along axis 1."""
+    shapes = map(np.shape, batch)
+    return all(x[:1] == (1,) and (*x, 0, 0)[1] >= number for x in shapes)
 
 
 def check_num_microbatches(value: Any) -> int:

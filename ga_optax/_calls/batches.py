@@ -168,36 +168,11 @@ def checked_split(call: Call, hint: bool) -> Call:
 
 
 def or_another(call: Call) -> str:
-    """A sentence on an argument that may be the batch, if the one that is looks odd.
-
-    It has one number of rows, k or more, in all leaves, and the batch has not. If some
-    argument of the batch has such rows, the others may be parameters.
-    """
-    batch, k = call.roles["batch_argnums"], call.options.num_microbatches or 1
-
-    def lengths(*places: Argument) -> list[int]:
-        leaves = jax.tree.leaves([call.at(i) for i in places])
-        of_leaves = {(*np.shape(x), 0)[0] for x in leaves}
-        return sorted(n for n in of_leaves if isinstance(n, int))
-
-    if len(rows := lengths(*batch)) == 1 and rows[0] >= k:
-        return ""
-    each = {i: [n for n in lengths(i) if n] for i in batch}
-    of_rows = {n[0] for n in each.values() if len(n) == 1 and n[0] >= k}
-    for i, some in each.items() if of_rows else ():
-        if len(some) > 1 and of_rows.isdisjoint(some):
-            return (
-                f" {argument(i)} has leaves of {some[0]} and {some[1]} rows: if they "
-                "are parameters, such as those of a reference model, take it out of "
-                "batch_argnums."
-            )
-    for i in (*range(len(call.args)), *call.kwargs):
-        if i not in batch and len(rows := lengths(i)) == 1 and rows[0] >= k:
-            return (
-                f" If {argument(i)}, with {rows[0]} rows in each leaf, is the batch, "
-                "the arguments are swapped; or name that one in batch_argnums."
-            )
-    return ""
+    """A sentence on what may be the batch, or parameters, if the batch looks odd."""
+    places = *range(len(call.args)), *call.kwargs
+    named = {argument(i): call.at(i) for i in places}
+    batch = list(map(argument, call.roles["batch_argnums"]))
+    return _checks.or_another(named, batch, call.options.num_microbatches or 1)
 
 
 def _quotient(call: Call, option: str, number: int, rows: tuple[int, str, str]) -> int:
@@ -206,7 +181,7 @@ def _quotient(call: Call, option: str, number: int, rows: tuple[int, str, str]) 
     if part % number:
         nearest = sorted(divisors(part), key=lambda d: abs(d - number))[:8]
         use = one_of(sorted(nearest))
-        if number > part and _is_sequence(call, number):
+        if number > part and _checks.is_sequence(call.batch, number):
             todo += ". Is it one sequence? Its tokens lie along axis 1: batch_axes=1"
         more = or_another(call)
         if number > part:
@@ -216,12 +191,6 @@ def _quotient(call: Call, option: str, number: int, rows: tuple[int, str, str]) 
             f"{uneven(part, number)}{more}"
         )
     return part // number
-
-
-def _is_sequence(call: Call, number: int) -> bool:
-    """True if a batch has one row, and so many numbers along axis 1, in each leaf."""
-    shapes = map(np.shape, call.batch)
-    return all(x[:1] == (1,) and (*x, 0, 0)[1] >= number for x in shapes)
 
 
 def _with_axes(call: Call) -> list[tuple[str, Any, int]]:

@@ -309,10 +309,8 @@ def schedule(rewritten: Rewritten) -> Scheduled:
     of_some = call.devices.bound and not call.devices.mapped
     whole = None if of_some or not part.meets else closed.jaxpr
     loss = MeetingLoss(program, rows.AXIS, call.num_of_all, whole)
-    room = call.options.residual_bytes
-    plan = plan_window(loss, operands, context, room)
-    fits = part.meets or is_small(plan)
-    return Scheduled(rewritten, plan if fits else None)
+    plan = plan_window(loss, operands, context, call.options.residual_bytes)
+    return Scheduled(rewritten, plan if part.meets or is_small(plan) else None)
 
 
 def told(scheduled: Scheduled) -> Scheduled:

@@ -328,8 +328,7 @@ class _Whole(NamedTuple):
         number = jax.ShapeDtypeStruct((), jnp.int32)
         for x in types:
             number = held.type_here(number, (), x)
-        trace = jax.make_jaxpr(micro_batch, axis_env=axis.env)
-        closed = trace(types, number)
+        closed = jax.make_jaxpr(micro_batch, axis_env=axis.env)(types, number)
         return held.labelled_program(closed, found["labels"]), found
 
 
