@@ -686,7 +686,5 @@ def _sum_dtype(dtype: np.dtype) -> np.dtype:
     """The dtype in which "sum" adds up: of integers if x is, and of 32 bits or more."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return accumulator.accumulator_dtype(np.zeros([], dtype), np.dtype(np.float32))
-    if dtype == jnp.bool_:
-        return np.dtype(np.int32)
     kind = np.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else np.int32
     return np.promote_types(dtype, kind)

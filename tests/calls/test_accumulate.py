@@ -298,9 +298,12 @@ def test_rows_of_different_examples_are_not_added_up(mode):
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("dtype", "due"),
-    [(jnp.bfloat16, jnp.bfloat16), (jnp.float32, jnp.float32), (jnp.int8, jnp.int32)],
+    [
+        *((jnp.bfloat16, jnp.bfloat16), (jnp.float32, jnp.float32)),
+        *((jnp.int8, jnp.int32), (jnp.uint8, jnp.uint32), (jnp.bool_, jnp.int32)),
+    ],
 )
-def test_a_sum_keeps_a_floating_dtype_and_is_added_up_in_float32(dtype, due):
+def test_a_sum_keeps_a_floating_dtype_and_is_added_up_in_32_bits(dtype, due):
     def fun(w, x):
         return jnp.mean(x * w), jnp.ones([], dtype)
 

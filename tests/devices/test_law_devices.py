@@ -342,6 +342,12 @@ def in_a_function(fun, k, **axis):
     return jax.jit(lambda p, x, base: step(p, x, constrained(base)))
 
 
+def closed_over(fun, k, **axis):
+    return lambda p, x, base: ga.value_and_grad(
+        lambda p, x: fun(p, x, base), k, **axis
+    )(p, x)
+
+
 def of_gradient(fun, k, **axis):
     return ga.microbatch(jax.value_and_grad(fun), k, **axis)
 
@@ -367,6 +373,7 @@ def of_adapters(fun, base, k=K, make=ga.value_and_grad, kind=AxisType.Auto):
         {"make": mean_of},
         {"make": of_gradient},
         {"make": in_a_function},
+        {"make": closed_over},
         {"base": P(None, None, "data")},
         {"base": P("data")},
         {"fun": in_python},

@@ -161,6 +161,10 @@ KERNELS = {
     "mapped": (mapped, SPLIT),
     "scratch": (kernel("scratch begins", [HALF_OF], HALF_OF, (8, 2)), SPLIT),
     "asks where it is": (kernel("asks"), "_depends"),
+    "asks, mapped": (
+        lambda x: jax.vmap(kernel("asks"))(jnp.stack([x, -x])).sum(0),
+        "_depends",
+    ),
     "scratch goes on": (kernel("scratch", [HALF_OF], HALF_OF, (8, 2)), "_depends"),
     "an operand is written": (kernel("writes", [array(), ONE]), "_depends"),
     "written over others": (kernel("", [FIRST], **IN_PLACE), ANY),
