@@ -1,4 +1,4 @@
-"""Choices: Python bools, or traced ones; and the user's functions that decide.
+"""Choices: Python bools, or traced ones; checks of the user's functions that decide.
 
 select(True, a, b) is a;   a traced predicate selects, and never multiplies
 """

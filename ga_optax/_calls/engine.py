@@ -137,7 +137,7 @@ def value_and_grad(
         raise
     except Exception as error:  # All rows take less, or a new JAX fails as it may.
         if about.is_of_user(error) or traced.call.devices.bound:
-            raise
+            raise about.of_numbers(error) or error  # noqa: B904
         plan = AllRows(undivided.why_undivided(error, micro_batch))
     return undivided.in_one(traced.call, plan)
 

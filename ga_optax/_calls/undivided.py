@@ -5,6 +5,7 @@ on what is computed of all rows; derivatives that a window lacks.
 """
 
 import collections
+import os
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -81,11 +82,13 @@ def why_undivided(error: Exception, micro_batch: Any) -> str:
         _, what, todo = _whole_in_words(micro_batch.part)
         return f"{error} Each of them has {what}. {todo}"
     why = " ".join([str(error).split("\n")[0], *getattr(error, "__notes__", ())])
+    file, line = about.raised_at(error)
     return (
         f"ga_optax with jax {jax.__version__} cannot divide the program: "
-        f"{type(error).__name__}: {why}. If rows of a function in there do not need "
-        "each other, such as a solver under jax.vmap, ga_optax.rowwise of it, here "
-        "ga_optax.rowwise(jax.vmap(fun, in_axes), in_axes), needs no look inside."
+        f"{type(error).__name__}: {why} ({os.path.basename(file)}:{line}). "
+        "If rows of a function in there do not need each other, such as a solver under "
+        "jax.vmap, ga_optax.rowwise of it, here ga_optax.rowwise(jax.vmap(fun, in_axes)"
+        ", in_axes), needs no look inside."
     )
 
 

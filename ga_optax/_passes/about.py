@@ -65,11 +65,29 @@ def is_of_user(error: Exception) -> bool:
     The innermost code that is neither JAX's nor Python's raised the error, if only by
     a call of JAX. Code of other packages, such as a rule of Flax, is the user's.
     """
-    if isinstance(error, _OF_NUMBERS):
+    if of_numbers(error) is not None:
         return True
+    file, _ = raised_at(error)
+    return bool(file) and not file.startswith(_OURS)
+
+
+def of_numbers(error: Exception) -> Exception | None:
+    """What JAX says of numbers that a program computed; None of another error.
+
+    Where an equation of `jit` runs outside of `jit`, and no function of the user's, JAX
+    raises an error that it means to catch itself.
+    """
+    if type(error).__name__ == "InternalFloatingPointError":
+        name, kind = error.args
+        return FloatingPointError(f"invalid value ({kind}) encountered in {name}")
+    return error if isinstance(error, _OF_NUMBERS) else None
+
+
+def raised_at(error: Exception) -> tuple[str, int]:
+    """The file and line of that code; an empty name if there is none."""
     calls = traceback.walk_tb(error.__traceback__)
-    files = [frame.f_code.co_filename for frame, _ in calls if not _is_between(frame)]
-    return bool(files) and not files[-1].startswith(_OURS)
+    some = [(x.f_code.co_filename, n) for x, n in calls if not _is_between(x)]
+    return some[-1] if some else ("", 0)
 
 
 # The checks of `jax_debug_nans`, what a program raises where it runs, and no memory.

@@ -71,10 +71,10 @@ def rowwise(
     Args:
       fun: a function that JAX can trace, for any number of rows. It may close over
         parameters.
-      in_axes: where the rows of the positional arguments are: an int, None for what
-        goes whole (parameters, and what is no array), or a prefix of the tuple of them,
-        as in `jax.vmap`. Keywords go whole.
-      out_axes: where they are in the results, which all have them.
+      in_axes: where the rows of the positional arguments are, 0 by default: an int,
+        None for what goes whole (parameters, and what is no array), or a prefix of the
+        tuple of them, as in `jax.vmap`. Keywords go whole.
+      out_axes: where they are in the results, which all have them; 0 by default.
 
     Returns:
       A function with `fun`'s signature and result.
@@ -130,8 +130,10 @@ def _axes(name: str, axes: Any, tree: Any, rows: Any = None) -> tuple[Axes, Any]
             "leaves, or one for each."
         ) from None
     numbers, todo = list[int | None](), "Pass None for a leaf without rows"
+    before = ""
     if name == "out_axes":
         todo = "Return rows alone: sum over them outside of rowwise"
+        before = " as in_axes"
     for axis, (leaf, x) in zip(of_leaves, named_leaves(tree), strict=True):
         shape = getattr(x, "shape", ())
         if axis is None and name == "in_axes":
@@ -140,7 +142,7 @@ def _axes(name: str, axes: Any, tree: Any, rows: Any = None) -> tuple[Axes, Any]
         is_axis = isinstance(axis, int) and -len(shape) <= axis < len(shape)
         if not is_axis or (rows is not None and shape[axis] != rows):
             what = f"shape {shape}" if hasattr(x, "shape") else f"{type(x)}"
-            number = "rows" if rows is None else f"the same {rows} rows"
+            number = "rows" if rows is None else f"the same {rows} rows{before}"
             raise ValueError(
                 f"{name} of rowwise must be axes of {number}, but it has {axis!r} for "
                 f"{leaf}, of {what}. {todo}."

@@ -162,7 +162,7 @@ KERNELS = {
     "scratch": (kernel("scratch begins", [HALF_OF], HALF_OF, (8, 2)), SPLIT),
     "asks where it is": (kernel("asks"), "_depends"),
     "asks, mapped": (
-        lambda x: jax.vmap(kernel("asks"))(jnp.stack([x, -x])).sum(0),
+        lambda x: jax.vmap(kernel("asks"))(jnp.stack([x, 2 * x])).sum(0),
         "_depends",
     ),
     "scratch goes on": (kernel("scratch", [HALF_OF], HALF_OF, (8, 2)), "_depends"),
