@@ -72,7 +72,7 @@ def is_of_user(error: Exception) -> bool:
 
 
 def of_numbers(error: Exception) -> Exception | None:
-    """What JAX says of numbers that a program computed; None of another error.
+    """The error by which JAX says that numbers are wrong; None for another error.
 
     Where an equation of `jit` runs outside of `jit`, and no function of the user's, JAX
     raises an error that it means to catch itself.

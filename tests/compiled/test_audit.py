@@ -11,7 +11,7 @@ import ga_optax as ga
 
 @pytest.fixture(autouse=True)
 def scopes_are_those_of_today():
-    """A program from the cache of compiled ones has the scopes of when it was made."""
+    """A program from the cache has the scopes with which it was compiled first."""
     jax.config.update("jax_enable_compilation_cache", False)
     yield
     jax.config.update("jax_enable_compilation_cache", True)

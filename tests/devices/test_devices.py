@@ -284,7 +284,7 @@ def test_sync_each_reduces_in_every_micro_step(kind):
     ("shape", "spec", "rows", "is_looked_up"),
     [
         ({"data": 8}, P(None, "data"), 32, True),
-        ({"data": 8}, P(None, "data"), 384, True),  # more than 1 table, less than 8
+        ({"data": 8}, P(None, "data"), 384, True),  # less than eight tables
         ({"data": 8}, P(None, "data"), 4096, False),  # more than the table
         ({"data": 4, "model": 2}, P("model", "data"), 32, True),
         # XLA sums the whole gradient of a table with columns on two axes.
