@@ -146,6 +146,7 @@ def injected(rate, k=2):
     )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("tx", "where"),
     [
