@@ -47,7 +47,7 @@ from .undivided import AllRows, NoDerivativeError, Pair
 # `value_and_grad` passes all stations. So does `microbatch`, which takes a function for
 # the aux of a loss, and `batch_dependencies`, which sees the plan and computes nothing.
 # `accumulate` traces one micro-batch by itself, see `separate`. The plan is `AllRows`
-# if micro-batches save hardly any memory, or if a station fails, which is a fault of
+# if the undivided batch takes less memory, or if a station fails, which is a fault of
 # this library or of a new JAX.
 #
 # Under `jax.jit` and other transformations the stations from `rewrite` on are one
@@ -298,8 +298,8 @@ def schedule(rewritten: Rewritten) -> Scheduled:
     """Plans the levels of a loss whose rows meet, or do work that all rows share.
 
     Any other loss is one loop, and so is one whose last micro-batch is smaller. Raises
-    if micro-batches save hardly any memory, and all rows can run at once: those of all
-    devices can, unless a `shard_map` of the user's has some of them.
+    if the undivided batch takes less memory, and can run: the rows of all devices can,
+    unless a `shard_map` of the user's has some of them.
     """
     (call, closed, _, part, _, last), program, operands, context = rewritten
     may = call.options.optimize and last is None and not call.devices.bound

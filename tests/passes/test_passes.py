@@ -393,7 +393,7 @@ def test_this_jax_is_as_known_and_nothing_is_registered_at_import():
 # of groups; our own primitives; and what a part of a partition is called.
 NOT_ASKED = """all_gather_dimension check_vma compiler_params cost_estimate dropout_rate
 function grid_mapping group_offset in_specs in_tree input_output_aliases mesh
-newly_manual_axes out_avals out_specs out_tree partition promise
+newly_manual_axes out_avals out_specs out_tree partition program promise
 ragged_dot_dimension_numbers scan score_mod sharding_rule static_args tiled which"""
 
 
