@@ -308,6 +308,7 @@ def _roundings(jaxpr: Any, result: Any) -> list[Any]:
     """
     casts, first = [result], 0
     is_scalar = result.aval.shape == ()
+    # They are at the end, so no index of all equations is made for them.
     for e in reversed(jaxpr.eqns) if is_scalar else ():
         if casts[-1] not in e.outvars:
             continue

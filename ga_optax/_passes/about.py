@@ -84,7 +84,10 @@ def of_numbers(error: Exception) -> Exception | None:
 
 
 def raised_at(error: Exception) -> tuple[str, int]:
-    """The file and line of that code; an empty name if there is none."""
+    """The file and line at which code that is neither JAX's nor Python's raised.
+
+    It is the innermost of such code; without any, the name of the file is empty.
+    """
     calls = traceback.walk_tb(error.__traceback__)
     some = [(x.f_code.co_filename, n) for x, n in calls if not _is_between(x)]
     return some[-1] if some else ("", 0)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from .. import accumulator
 from .._checks import is_on_host
 from .._devices import collectives, meshes
 from .._devices.collectives import vary, zeros
@@ -601,8 +602,7 @@ def _traced(
 
 def _paired(cotangent: jax.Array, x: jax.Array) -> jax.Array:
     """Σ cotangent · x, whose gradient is the cotangent."""
-    x = x if x.dtype == cotangent.dtype else x.astype(cotangent.dtype)
-    product = jax.lax.mul(cotangent, x)
+    product = jax.lax.mul(cotangent, accumulator.cast(x, cotangent.dtype))
     real = product.real if jnp.iscomplexobj(product) else product
     return jnp.sum(real).astype(float)
 

@@ -145,31 +145,29 @@ def test_it_is_the_program_of_jax(loss, dtype, monkeypatch):
     assert found() == (bits, counts)
 
 
-def test_a_rule_is_run_once_for_all_layers(monkeypatch):
+def runs_of_a_rule(loss, monkeypatch):
+    """A function that returns how often a trace of the loss runs the rule of tanh."""
     rule, runs = ad.primitive_jvps[jax.lax.tanh_p], []
 
     def number():
         runs.clear()
-        jax.make_jaxpr(ga.value_and_grad(dense, 2))(*arguments())
+        jax.make_jaxpr(ga.value_and_grad(loss, 2))(*arguments())
         return len(runs)
 
     counted = lambda *args, **how: runs.append(1) or rule(*args, **how)  # noqa: E731
     monkeypatch.setitem(ad.primitive_jvps, jax.lax.tanh_p, counted)
+    return number
+
+
+def test_a_rule_is_run_once_for_all_layers(monkeypatch):
+    number = runs_of_a_rule(dense, monkeypatch)
     assert number() == 1
     monkeypatch.setattr(products, "with_pullback", by_jax)
     assert number() == LAYERS
 
 
 def test_a_rule_is_run_once_for_all_loops_of_a_window(monkeypatch):
-    rule, runs = ad.primitive_jvps[jax.lax.tanh_p], []
-
-    def number():
-        runs.clear()
-        jax.make_jaxpr(ga.value_and_grad(normed, 2))(*arguments())
-        return len(runs)
-
-    counted = lambda *args, **how: runs.append(1) or rule(*args, **how)  # noqa: E731
-    monkeypatch.setitem(ad.primitive_jvps, jax.lax.tanh_p, counted)
+    number = runs_of_a_rule(normed, monkeypatch)
     assert number() == 1
     by_itself, known = products.with_pullback, products.Known
     new = lambda *args: by_itself(*args[:3], known())  # noqa: E731
