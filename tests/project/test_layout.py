@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import pytest
 
 import ga_optax
+from ga_optax._loop import micro_step
 
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = ROOT / "ga_optax"
@@ -301,9 +302,14 @@ def entered(loss):
     [(mean, 23, 75, 1_590), (batch_norm, 28, 110, 10_900)],
 )
 def test_a_call_enters_few_files(loss, most_files, most_edges, most_calls):
-    """On one device or on several. Older Pythons call comprehensions."""
+    """On one device or on several. Older Pythons call comprehensions.
+
+    A JAX without references is warned of once, which enters one file more.
+    """
     files, edges, calls = entered(loss)
     assert f"{PACKAGE}/_calls/engine.py" in files  # something was seen
+    if not micro_step.HAS_REFS:
+        files.discard(f"{PACKAGE}/_text.py")
     assert (len(files) <= most_files, len(edges) <= most_edges) == (True, True), (
         len(files),
         len(edges),
