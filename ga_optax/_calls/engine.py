@@ -21,6 +21,7 @@ from .._devices import collectives, meshes
 from .._loop import loop
 from .._loop.loop import Outcome
 from .._loop.micro_step import LossProgram, Operands, run_passes
+from .._partition import custom
 from .._partition.held import Rows, RowsMeet
 from .._partition.partitioned import Partitioned
 from .._passes import about, jaxprs, rowwise
@@ -32,7 +33,7 @@ from .batches import DoesNotFitError
 from .call import Call, check_values
 from .options import ROLES, Argument
 from .rows import REPLICATED, ManualAxisError
-from .undivided import AllRows, NoDerivativeError, Pair
+from .undivided import AllRows, Pair
 
 # == Stations ==========================================================================
 # The stations of a call: from checked arguments to the value and the gradients.
@@ -133,7 +134,7 @@ def value_and_grad(
     traced, micro_batch = trace(call.on_device()), None
     try:
         return (over or over_micro_batches)(micro_batch := partition(traced))
-    except (DoesNotFitError, NoDerivativeError, Warning):
+    except (DoesNotFitError, custom.NoDerivativeError, Warning):
         raise
     except Exception as error:  # All rows take less, or a new JAX fails as it may.
         if about.is_of_user(error) or traced.call.devices.bound:
@@ -190,7 +191,8 @@ def trace(call: Call) -> Traced:
 
     env = meshes.of_all_rows(() if devices.by_compiler else devices.axes)
     fun = about.in_name_of(call.options.fun, fun)
-    make = jax.make_jaxpr(fun, axis_env=[*rowwise.READ, *env], return_shape=True)
+    env = [*rowwise.READ, *env]
+    make = jax.make_jaxpr(fun, axis_env=env, return_shape=True)
     of_params = list(leaves.values())
     if devices.maps:
         of_params = list(map(meshes.type_without_mesh, of_params))
@@ -203,7 +205,7 @@ def trace(call: Call) -> Traced:
     rows.check_no_region(call, closed.jaxpr)
     rows.check_not_reduced(call, closed.out_avals[0])
     about.check_own_references(closed.jaxpr)
-    return Traced(call, closed, out)
+    return Traced(call, custom.without_closures(closed, env), out)
 
 
 def _without_mesh(make: Callable[..., Any], types: Any, error: Exception) -> Any:
@@ -488,7 +490,7 @@ def as_one_equation(micro_batch: MicroBatch) -> Any:
 
     if devices.bound and rule is not None:
         error = undivided.derivative_refused(call, rule, "What value_and_grad returns")
-        return with_gradients(*(undivided.not_differentiable(x, error) for x in xs))
+        return with_gradients(*(custom.not_differentiable(x, error) for x in xs))
     program, out = jax.make_jaxpr(with_gradients, return_shape=True)(*xs)
     operands = [*program.consts, *xs]
     jaxpr = jaxprs.live(jaxprs.without_constants(program.jaxpr))
@@ -579,9 +581,11 @@ def _traced(flat: Callable[..., Any], xs: Sequence[Any], call: Call) -> tuple[An
     flat = about.in_name_of(call.options.fun, flat)
     trace = jax.make_jaxpr(flat, axis_env=env, return_shape=True)
     if call.devices.mesh is None:
-        return trace(*xs)
-    with meshes.without_mesh():
-        return trace(*map(meshes.type_without_mesh, xs))
+        closed, out = trace(*xs)
+    else:
+        with meshes.without_mesh():
+            closed, out = trace(*map(meshes.type_without_mesh, xs))
+    return custom.without_closures(closed, env), out
 
 
 def _is_one(call: Call) -> bool:

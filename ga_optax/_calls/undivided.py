@@ -15,7 +15,12 @@ import numpy as np
 from jax.extend import core
 
 from .._checks import divisors, one_of, uneven
-from .._partition.custom import calls_rules, is_of_jax
+from .._partition.custom import (
+    NoDerivativeError,
+    calls_rules,
+    is_of_jax,
+    not_differentiable,
+)
 from .._partition.held import Axis, Note, meeting_of
 from .._partition.partitioned import Partitioned
 from .._passes import about, jaxprs
@@ -299,10 +304,6 @@ def _computed(
 # differentiate the program, so functions with such rules are refused.
 
 
-class NoDerivativeError(NotImplementedError):
-    """A derivative that cannot be had."""
-
-
 def custom_rule_in(jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
     """A call in a program that has a rule which may not be the true derivative.
 
@@ -331,17 +332,6 @@ def derivative_refused(call: Call, e: core.JaxprEqn, what: str) -> Exception:
         "the function of ga_optax at top level, with data_axis=ga_optax.DataAxis(name, "
         "mesh=mesh) and mesh axes of the type Auto."
     )
-
-
-def not_differentiable(x: Any, error: Exception) -> Any:
-    """The same array, which raises `error` if it is differentiated."""
-    same = jax.custom_jvp(lambda x: x)
-
-    @same.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
-        raise error
-
-    return same(x)
 
 
 def differentiable_once(x: Any, error: Exception) -> Any:

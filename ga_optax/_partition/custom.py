@@ -14,7 +14,7 @@ is kept for later levels, which otherwise would come back to it one by one.
 import dataclasses
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import Any
 
@@ -342,3 +342,194 @@ def _traced_before(jaxpr: core.Jaxpr, consts: Sequence[Any]) -> jaxprs.Program:
     return jaxprs.Program(
         jaxprs.with_constants(jaxpr, number) if number else jaxpr, consts
     )
+
+
+# -- What rules close over -------------------------------------------------------------
+# A rule may close over an array that the function around it computes. JAX leaves the
+# tracer of that array in the rule, and so the rule runs only while JAX traces the
+# function around it.
+
+
+def without_closures(closed: Any, axis_env: Sequence[Any]) -> Any:
+    """A traced program, whose rules take what they close over as operands."""
+    jaxpr, known = closed.jaxpr, dict[Any, Any]()
+    taken = _closed_over(jaxpr)
+    if not taken:
+        return closed
+
+    def rule(e: core.JaxprEqn, values: list[Any]) -> list[Any]:
+        out = inside(e, values)
+        out = _function_of(e, jaxpr)(*values) if out is None else out
+        known.update(zip(e.outvars, out, strict=True))
+        return out
+
+    def inside(e: core.JaxprEqn, values: list[Any]) -> list[Any] | None:
+        if not any(id(x) in taken for x in jaxprs.within(e)):
+            return None
+        runs = [_run_by(program, rule) for program in jaxprs.inner(e)]
+        if id(e) in taken:
+            names, error = taken[id(e)], _closes_over(e)
+            call = _taking(e, names, _function_of(e, jaxpr), runs[0])
+            kept = [not_differentiable(known[x], error) for x in names]
+            return call(kept, *values)
+        return _with_programs(e, runs, values)
+
+    def fun(*args: Any) -> list[Any]:
+        names = [*jaxpr.constvars, *jaxpr.invars]
+        known.update(zip(names, [*closed.consts, *args], strict=True))
+        return jaxprs.evaluate(closed, args, rule)
+
+    new: Any = jax.make_jaxpr(fun, axis_env=list(axis_env))(*closed.in_avals)
+    return new.replace(jaxpr=new.jaxpr.replace(debug_info=jaxpr.debug_info))
+
+
+def _closes_over(e: core.JaxprEqn) -> Exception:
+    return NoDerivativeError(
+        f"The rule of the function at {about.place_of(e.source_info)} must not close "
+        "over an array that depends on what is differentiated, but it does. Make that "
+        "array an argument of the function and of the rule."
+    )
+
+
+class NoDerivativeError(NotImplementedError):
+    """A derivative that cannot be had."""
+
+
+def not_differentiable(x: Any, error: Exception) -> Any:
+    """The same array, which raises `error` if it is differentiated."""
+    if not is_inexact(x):
+        return x
+    same = jax.custom_jvp(lambda x: x)
+
+    @same.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        raise error
+
+    return same(x)
+
+
+def _run_by(program: jaxprs.Program, rule: jaxprs.Override) -> Callable[..., list[Any]]:
+    return lambda *xs: jaxprs.evaluate(program, xs, rule)
+
+
+def _with_programs(
+    e: core.JaxprEqn, runs: Sequence[Callable[..., Any]], values: list[Any]
+) -> list[Any] | None:
+    """The results of an equation with other programs inside; None of a `while`."""
+    kind, run = jaxprs.kind(e), runs[0]
+    if kind == "scan":
+        return jaxprs.scan(jaxprs.scan_of(e), lambda xs: run(*xs), values)
+    if kind == "cond":
+        return jax.lax.switch(values[0], runs, *values[1:])
+    if kind == "checkpoint":
+        return jaxprs.checkpointed(e, run)(*values)
+    return run(*values) if kind == "call" else None
+
+
+def _closed_over(jaxpr: core.Jaxpr) -> dict[int, list[Any]]:
+    """The variables of a program over which rules close, by the `id` of equations."""
+    names = ("custom_jvp_call", "custom_vjp_call")
+    rules = [e for e in jaxprs.equations(jaxpr) if e.primitive.name in names]
+    rules = [e for e in rules if not is_of_jax(e)]
+    made = [x for e in jaxpr.eqns for x in e.outvars] if rules else []
+    own, found = {*jaxpr.constvars, *jaxpr.invars, *made}, dict[int, list[Any]]()
+    for e in rules:
+        variables = dict.fromkeys(map(_variable, _constants(e, jaxpr)))
+        if mine := [x for x in variables if x in own]:
+            found[id(e)] = mine
+    return found
+
+
+def _has_jvp(e: core.JaxprEqn) -> bool:
+    return e.primitive.name == "custom_jvp_call"
+
+
+def _variable(x: Any) -> Any:
+    """The variable of a tracer; None for all else."""
+    variable = getattr(x, "val", None) if isinstance(x, jax.core.Tracer) else None
+    return variable if isinstance(variable, core.Var) else None
+
+
+def _constants(e: core.JaxprEqn, jaxpr: core.Jaxpr) -> Sequence[Any]:
+    """The constants of the rule of an equation."""
+
+    def derivative(*xs: Any) -> Any:
+        fun, some = _of_moving(e, _function_of(e, jaxpr), xs)
+        if _has_jvp(e):
+            return jax.jvp(fun, some, some)
+        out, pullback = jax.vjp(fun, *some)
+        return pullback(list(map(zero_tangent, out)))
+
+    try:
+        return jaxprs.program_of(derivative, *(x.aval for x in e.invars)).consts
+    except Exception:  # Any: of the rule, which JAX runs only if it is needed.
+        return ()
+
+
+def _of_moving(
+    e: core.JaxprEqn, function: Callable[..., Any], xs: Sequence[Any]
+) -> tuple[Callable[..., Any], list[Any]]:
+    """The function of an equation, of the operands that can move, and these."""
+    return jaxprs.of_some(function, xs, _places(e)), [xs[i] for i in _places(e)]
+
+
+def _places(e: core.JaxprEqn) -> list[int]:
+    """The operands that can have a tangent: JAX refuses tangents of constants."""
+    every = range(e.params["num_consts"], len(e.invars))
+    return [i for i in every if is_inexact(e.invars[i].aval)]
+
+
+def _function_of(e: core.JaxprEqn, jaxpr: core.Jaxpr) -> Callable[..., list[Any]]:
+    """An equation as a function of its operands."""
+    e = e.replace(invars=[core.Var(x.aval) for x in e.invars])  # may be one, twice
+    return lambda *xs: jaxprs.bind(jaxpr, [e], e.invars, e.outvars, xs)
+
+
+def _taking(
+    e: core.JaxprEqn,
+    names: Sequence[Any],
+    function: Callable[..., Any],
+    run: Callable[..., Any],
+) -> Callable[..., list[Any]]:
+    """An equation as a function whose rule takes what it closes over: an argument.
+
+    Args:
+      e: the equation.
+      names: the variables over which the rule closes; their values come first.
+      function: the equation as a function of its operands.
+      run: the same without the rule.
+    """
+
+    def with_values(values: Sequence[Any], fun: Callable[..., Any], *args: Any) -> Any:
+        """`fun(*args)`, where `fun` closes over variables with these values."""
+        known = dict(zip(names, values, strict=True))
+        closed: Any
+        closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
+        consts = [known.get(_variable(x), x) for x in closed.consts]
+        program = jaxprs.Program(closed.jaxpr, consts)
+        out = jaxprs.results(program, jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shape), out)
+
+    def jvp(primals: Any, tangents: Any) -> Any:
+        (values, *xs), (_, *dots) = primals, tangents
+        fun, some = _of_moving(e, function, xs)
+        of_some = [dots[i] for i in _places(e)]
+        return with_values(values, lambda *pair: jax.jvp(fun, *pair), some, of_some)
+
+    def forward(values: Any, *xs: Any) -> Any:
+        fun, some = _of_moving(e, function, xs)
+        out, pullback = with_values(values, lambda *some: jax.vjp(fun, *some), *some)
+        return out, (values, pullback)
+
+    def backward(kept: Any, cts: Any) -> Any:
+        values, pullback = kept
+        grads = with_values(values, lambda f, cts: f(cts), pullback, cts)
+        return None, *jaxprs.put([None] * len(e.invars), _places(e), grads)
+
+    if _has_jvp(e):
+        call: Any = jax.custom_jvp(lambda _, *xs: run(*xs))
+        call.defjvp(jvp)
+    else:
+        call = jax.custom_vjp(lambda _, *xs: run(*xs))
+        call.defvjp(forward, backward)
+    return call
