@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.sharding import Mesh, PartitionSpec
 
 from .. import accumulator
 from .._devices import collectives, meshes
@@ -189,10 +188,8 @@ def trace(call: Call) -> Traced:
         one = call.with_leaves(dict(new))
         return call.options.fun(*one.args, **one.kwargs)
 
-    env = meshes.of_all_rows(() if devices.by_compiler else devices.axes)
-    fun = about.in_name_of(call.options.fun, fun)
-    env = [*rowwise.READ, *env]
-    make = jax.make_jaxpr(fun, axis_env=env, return_shape=True)
+    axes = () if devices.by_compiler else devices.axes
+    make = functools.partial(_jaxpr_of, call, fun, axes, len(leaves))
     of_params = list(leaves.values())
     if devices.maps:
         of_params = list(map(meshes.type_without_mesh, of_params))
@@ -205,7 +202,22 @@ def trace(call: Call) -> Traced:
     rows.check_no_region(call, closed.jaxpr)
     rows.check_not_reduced(call, closed.out_avals[0])
     about.check_own_references(closed.jaxpr)
-    return Traced(call, custom.without_closures(closed, env), out)
+    return Traced(call, closed, out)
+
+
+def _jaxpr_of(
+    call: Call, fun: Callable[..., Any], axes: Any, smooth: int | None, *types: Any
+) -> tuple[Any, Any]:
+    """The program of a function; rules in it take what they close over, see `custom`.
+
+    `smooth` is the number of arguments that have a derivative, or None if all have.
+    """
+    env = [*rowwise.READ, *meshes.of_all_rows(axes)]
+    fun = about.in_name_of(call.options.fun, fun)
+    closed, out = jax.make_jaxpr(fun, axis_env=env, return_shape=True)(*types)
+    if about.has_rules(closed.jaxpr):
+        closed = custom.without_closures(closed, env, smooth)
+    return closed, out
 
 
 def _without_mesh(make: Callable[..., Any], types: Any, error: Exception) -> Any:
@@ -435,7 +447,7 @@ def of_call(call: Call, remat: bool | None, size: int | None = None) -> Any:
             options=options._replace(fun=_with_loss(of_args, call.devices.bound))
         )
         return value_and_grad(call, _in_loop)[0][1]
-    xs = _on_mesh(call, list(leaves.values()))
+    xs = rows.on_mesh(call, list(leaves.values()))
     closed, out = _traced(flat, xs, call)
     axes = (*call.split_axes, *[None] * len(call.others))
     divided = Divided.of_program(closed, axes, **_parameters(call, remat), size=size)
@@ -555,37 +567,16 @@ def _at_once(divided: Divided, xs: Sequence[Any]) -> list[Any]:
     return jaxprs.results(divided.program, xs)
 
 
-def _on_mesh(call: Call, xs: list[Any]) -> list[Any]:
-    """The leaves, constrained along rows to the mesh, if `jax.jit` must know the mesh.
-
-    `jax.jit` does not look for a mesh inside an equation.
-    """
-    traced = any(isinstance(x, jax.core.Tracer) for x in xs)
-    devices = call.devices
-    if not (traced and isinstance(devices.mesh, Mesh)):
-        return xs
-    specs: list[Any] = [None] * len(xs)
-    for i, (x, axis) in enumerate(zip(xs, call.split_axes, strict=False)):
-        entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * jnp.ndim(x)
-        entries[axis] = meshes.as_entry(devices.axes)
-        specs[i] = PartitionSpec(*entries)
-    return collectives.constrain(xs, specs, devices.mesh)
-
-
 def _traced(flat: Callable[..., Any], xs: Sequence[Any], call: Call) -> tuple[Any, Any]:
     """The program, and the types of divided results.
 
     The region of a mesh has other types, so a program must not have the mesh in types.
     """
-    env = [*rowwise.READ, *meshes.of_all_rows(call.devices.axes)]
-    flat = about.in_name_of(call.options.fun, flat)
-    trace = jax.make_jaxpr(flat, axis_env=env, return_shape=True)
+    make = functools.partial(_jaxpr_of, call, flat, call.devices.axes, None)
     if call.devices.mesh is None:
-        closed, out = trace(*xs)
-    else:
-        with meshes.without_mesh():
-            closed, out = trace(*map(meshes.type_without_mesh, xs))
-    return custom.without_closures(closed, env), out
+        return make(*xs)
+    with meshes.without_mesh():
+        return make(*map(meshes.type_without_mesh, xs))
 
 
 def _is_one(call: Call) -> bool:

@@ -15,12 +15,7 @@ import numpy as np
 from jax.extend import core
 
 from .._checks import divisors, one_of, uneven
-from .._partition.custom import (
-    NoDerivativeError,
-    calls_rules,
-    is_of_jax,
-    not_differentiable,
-)
+from .._partition import custom
 from .._partition.held import Axis, Note, meeting_of
 from .._partition.partitioned import Partitioned
 from .._passes import about, jaxprs
@@ -313,7 +308,9 @@ def custom_rule_in(jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
         name = e.primitive.name
         if name == "custom_vjp_call":
             return e
-        if name == "custom_jvp_call" and (not is_of_jax(e) or calls_rules(e)):
+        if name == "custom_jvp_call" and (
+            not custom.is_of_jax(e) or custom.calls_rules(e)
+        ):
             return e
         divided = e.params.get("function")
         if isinstance(divided, Divided) and custom_rule_in(divided.program.jaxpr):
@@ -325,7 +322,7 @@ def derivative_refused(call: Call, e: core.JaxprEqn, what: str) -> Exception:
     """The error of a derivative that cannot be had, of a program with such a call."""
     bound = call.devices.bound
     where = f"a jax.shard_map binds {bound}" if bound else "the mesh has them"
-    return NoDerivativeError(
+    return custom.NoDerivativeError(
         f"{what} cannot be differentiated in a jax.shard_map, or with mesh axes of "
         "explicit type, if fun has a derivative rule of its own, but fun has "
         f"{e.primitive.name} at {about.place_of(e.source_info)}, and {where}. Call "
@@ -337,5 +334,5 @@ def derivative_refused(call: Call, e: core.JaxprEqn, what: str) -> Exception:
 def differentiable_once(x: Any, error: Exception) -> Any:
     """The same array, which raises `error` if it is differentiated twice."""
     same = jax.custom_jvp(lambda x: x)
-    same.defjvp(lambda xs, ts: (not_differentiable(xs[0], error), ts[0]))
+    same.defjvp(lambda xs, ts: (custom.not_differentiable(xs[0], error), ts[0]))
     return same(x)

@@ -14,9 +14,9 @@ is kept for later levels, which otherwise would come back to it one by one.
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -350,16 +350,26 @@ def _traced_before(jaxpr: core.Jaxpr, consts: Sequence[Any]) -> jaxprs.Program:
 # function around it.
 
 
-def without_closures(closed: Any, axis_env: Sequence[Any]) -> Any:
-    """A traced program, whose rules take what they close over as operands."""
+def without_closures(
+    closed: Any, axis_env: Sequence[Any], smooth: int | None = None
+) -> Any:
+    """A traced program, whose rules take what they close over as operands.
+
+    Args:
+      closed: the program.
+      axis_env: the names of axes in it.
+      smooth: the number of operands that have a derivative, which is that of the first
+        result; None if all have, and all results.
+    """
     jaxpr, known = closed.jaxpr, dict[Any, Any]()
-    taken = _closed_over(jaxpr)
+    taken = _closed_over(jaxpr, smooth)
     if not taken:
         return closed
 
     def rule(e: core.JaxprEqn, values: list[Any]) -> list[Any]:
         out = inside(e, values)
-        out = _function_of(e, jaxpr)(*values) if out is None else out
+        if out is None:
+            out = jaxprs.bind(jaxpr, [e], e.invars, e.outvars, values)
         known.update(zip(e.outvars, out, strict=True))
         return out
 
@@ -368,10 +378,9 @@ def without_closures(closed: Any, axis_env: Sequence[Any]) -> Any:
             return None
         runs = [_run_by(program, rule) for program in jaxprs.inner(e)]
         if id(e) in taken:
-            names, error = taken[id(e)], _closes_over(e)
-            call = _taking(e, names, _function_of(e, jaxpr), runs[0])
+            (ruled, names), error = taken[id(e)], _closes_over(e)
             kept = [not_differentiable(known[x], error) for x in names]
-            return call(kept, *values)
+            return _taking(ruled, names, runs[0])(kept, *values)
         return _with_programs(e, runs, values)
 
     def fun(*args: Any) -> list[Any]:
@@ -426,22 +435,87 @@ def _with_programs(
     return run(*values) if kind == "call" else None
 
 
-def _closed_over(jaxpr: core.Jaxpr) -> dict[int, list[Any]]:
-    """The variables of a program over which rules close, by the `id` of equations."""
-    names = ("custom_jvp_call", "custom_vjp_call")
-    rules = [e for e in jaxprs.equations(jaxpr) if e.primitive.name in names]
-    rules = [e for e in rules if not is_of_jax(e)]
-    made = [x for e in jaxpr.eqns for x in e.outvars] if rules else []
-    own, found = {*jaxpr.constvars, *jaxpr.invars, *made}, dict[int, list[Any]]()
-    for e in rules:
-        variables = dict.fromkeys(map(_variable, _constants(e, jaxpr)))
+class _Ruled(NamedTuple):
+    """A function with a rule: an equation of a program.
+
+    Attributes:
+      equation: the equation.
+      program: the program around it.
+      places: the operands that can have a tangent; a rule may refuse others.
+    """
+
+    equation: core.JaxprEqn
+    program: core.Jaxpr
+    places: list[int]
+
+    @property
+    def has_jvp(self) -> bool:
+        return self.equation.primitive.name == "custom_jvp_call"
+
+    def results(self, *xs: Any) -> list[Any]:
+        """The results, for these operands."""
+        e = self.equation
+        e = e.replace(invars=[core.Var(x.aval) for x in e.invars])  # may be one, twice
+        return jaxprs.bind(self.program, [e], e.invars, e.outvars, xs)
+
+    def of_moving(self, xs: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
+        """The results as a function of the operands that can move, and these."""
+        some = [xs[i] for i in self.places]
+        return jaxprs.of_some(self.results, xs, self.places), some
+
+    def constants(self) -> Sequence[Any]:
+        """The constants of the rule."""
+
+        def derivative(*xs: Any) -> Any:
+            fun, some = self.of_moving(xs)
+            if self.has_jvp:
+                return jax.jvp(fun, some, some)
+            out, pullback = jax.vjp(fun, *some)
+            return pullback(list(map(zero_tangent, out)))
+
+        types = [x.aval for x in self.equation.invars]
+        try:
+            return jaxprs.program_of(derivative, *types).consts
+        except Exception:  # Any: of the rule, which JAX runs only if it is needed.
+            return ()
+
+
+def _ruled(
+    jaxpr: core.Jaxpr, start: Collection[Any] | None, results: Sequence[Any]
+) -> Iterator[_Ruled]:
+    """The functions whose rules the derivative of `results` needs, if `start` moves."""
+    if not about.has_rules(jaxpr):
+        return
+    moving, given = about.moving(jaxpr, start), jaxprs.moved_by(jaxpr, results)
+    for e in jaxpr.eqns:
+        if given.isdisjoint(e.outvars):
+            continue
+        if e.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+            # JAX refuses tangents of what a function closes over: its constants.
+            every = range(e.params["num_consts"], len(e.invars))
+            moves = [i for i in every if jaxprs.is_among(e.invars[i], moving)]
+            if moves and not is_of_jax(e):
+                yield _Ruled(e, jaxpr, moves)
+            continue
+        for program in jaxprs.inner_programs(e):
+            inside = about.moving_inside(e, program, moving)
+            yield from _ruled(program, inside, program.outvars)
+
+
+def _closed_over(
+    jaxpr: core.Jaxpr, smooth: int | None
+) -> dict[int, tuple[_Ruled, list[Any]]]:
+    """Functions with rules that close over variables, by the `id` of equations."""
+    start = None if smooth is None else jaxpr.invars[:smooth]
+    results = jaxpr.outvars if smooth is None else jaxpr.outvars[:1]
+    ruled = list(_ruled(jaxpr, start, results))
+    made = [x for e in jaxpr.eqns for x in e.outvars] if ruled else []
+    own, found = {*jaxpr.constvars, *jaxpr.invars, *made}, {}
+    for one in ruled:
+        variables = dict.fromkeys(map(_variable, one.constants()))
         if mine := [x for x in variables if x in own]:
-            found[id(e)] = mine
+            found[id(one.equation)] = one, mine
     return found
-
-
-def _has_jvp(e: core.JaxprEqn) -> bool:
-    return e.primitive.name == "custom_jvp_call"
 
 
 def _variable(x: Any) -> Any:
@@ -450,54 +524,12 @@ def _variable(x: Any) -> Any:
     return variable if isinstance(variable, core.Var) else None
 
 
-def _constants(e: core.JaxprEqn, jaxpr: core.Jaxpr) -> Sequence[Any]:
-    """The constants of the rule of an equation."""
-
-    def derivative(*xs: Any) -> Any:
-        fun, some = _of_moving(e, _function_of(e, jaxpr), xs)
-        if _has_jvp(e):
-            return jax.jvp(fun, some, some)
-        out, pullback = jax.vjp(fun, *some)
-        return pullback(list(map(zero_tangent, out)))
-
-    try:
-        return jaxprs.program_of(derivative, *(x.aval for x in e.invars)).consts
-    except Exception:  # Any: of the rule, which JAX runs only if it is needed.
-        return ()
-
-
-def _of_moving(
-    e: core.JaxprEqn, function: Callable[..., Any], xs: Sequence[Any]
-) -> tuple[Callable[..., Any], list[Any]]:
-    """The function of an equation, of the operands that can move, and these."""
-    return jaxprs.of_some(function, xs, _places(e)), [xs[i] for i in _places(e)]
-
-
-def _places(e: core.JaxprEqn) -> list[int]:
-    """The operands that can have a tangent: JAX refuses tangents of constants."""
-    every = range(e.params["num_consts"], len(e.invars))
-    return [i for i in every if is_inexact(e.invars[i].aval)]
-
-
-def _function_of(e: core.JaxprEqn, jaxpr: core.Jaxpr) -> Callable[..., list[Any]]:
-    """An equation as a function of its operands."""
-    e = e.replace(invars=[core.Var(x.aval) for x in e.invars])  # may be one, twice
-    return lambda *xs: jaxprs.bind(jaxpr, [e], e.invars, e.outvars, xs)
-
-
 def _taking(
-    e: core.JaxprEqn,
-    names: Sequence[Any],
-    function: Callable[..., Any],
-    run: Callable[..., Any],
+    ruled: _Ruled, names: Sequence[Any], run: Callable[..., Any]
 ) -> Callable[..., list[Any]]:
-    """An equation as a function whose rule takes what it closes over: an argument.
+    """A function whose rule takes what it closes over: a list, the first argument.
 
-    Args:
-      e: the equation.
-      names: the variables over which the rule closes; their values come first.
-      function: the equation as a function of its operands.
-      run: the same without the rule.
+    `names` are the variables in that list, `run` is the function without the rule.
     """
 
     def with_values(values: Sequence[Any], fun: Callable[..., Any], *args: Any) -> Any:
@@ -512,21 +544,22 @@ def _taking(
 
     def jvp(primals: Any, tangents: Any) -> Any:
         (values, *xs), (_, *dots) = primals, tangents
-        fun, some = _of_moving(e, function, xs)
-        of_some = [dots[i] for i in _places(e)]
-        return with_values(values, lambda *pair: jax.jvp(fun, *pair), some, of_some)
+        fun, some = ruled.of_moving(xs)
+        dots = [dots[i] for i in ruled.places]
+        return with_values(values, lambda *pair: jax.jvp(fun, *pair), some, dots)
 
     def forward(values: Any, *xs: Any) -> Any:
-        fun, some = _of_moving(e, function, xs)
+        fun, some = ruled.of_moving(xs)
         out, pullback = with_values(values, lambda *some: jax.vjp(fun, *some), *some)
         return out, (values, pullback)
 
     def backward(kept: Any, cts: Any) -> Any:
         values, pullback = kept
         grads = with_values(values, lambda f, cts: f(cts), pullback, cts)
-        return None, *jaxprs.put([None] * len(e.invars), _places(e), grads)
+        nothing = [None] * len(ruled.equation.invars)
+        return None, *jaxprs.put(nothing, ruled.places, grads)
 
-    if _has_jvp(e):
+    if ruled.has_jvp:
         call: Any = jax.custom_jvp(lambda _, *xs: run(*xs))
         call.defjvp(jvp)
     else:
