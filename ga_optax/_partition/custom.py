@@ -254,21 +254,31 @@ def _is_linear(w: Writer, program: jaxprs.Program, number: int) -> bool:
     return w.once(("linear", number, nested.key_of(w, program)), is_linear)
 
 
-def has_nonlinear_rule(w: Writer, e: core.JaxprEqn) -> bool:
+def bends(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> bool:
     """True if an equation has a backward rule that is not linear, or calls one."""
+    pairs = zip(e.invars, vs, strict=True)
+    moving = {x for x, v in pairs if v.smooth and jaxprs.is_variable(x)}
+    return bool(moving) and _bends(w, e, moving)
+
+
+def _bends(w: Writer, e: core.JaxprEqn, moving: set[Any]) -> bool:
+    """The same, if variables in `moving` can have a tangent."""
     if e.primitive.name == "custom_vjp_call":
         if e.params["symbolic_zeros"]:
             return True
-        operands = [_of_layout(x.aval, WHOLE) for x in e.invars]
+        moves = (jaxprs.is_among(x, moving) for x in e.invars)
+        pairs = zip(e.invars, moves, strict=True)
+        operands = [Value(None, x.aval, smooth=m, params=True) for x, m in pairs]
         try:
             rule = derived(w, e, operands, [True] * len(e.outvars))
         except Exception as error:  # Any: nothing is known of the rule.
             return not about.is_of_user(error)  # JAX calls that one, if it is needed
         prints = bool(rule.program.jaxpr.effects)  # such as the cotangent
         return prints or not _is_linear(w, rule.backward, len(rule.given))
-    for p in jaxprs.inner_programs(e):
+    for p in filter(about.has_rules, jaxprs.inner_programs(e)):
         here = w.at(jaxpr=p, given=jaxprs.moved_by(p, p.outvars))
-        if any(has_nonlinear_rule(here, x) for x in p.eqns):
+        inside = about.moving(p, about.moving_inside(e, p, moving))
+        if any(_bends(here, x, inside) for x in p.eqns):
             return True
     return False
 
@@ -288,11 +298,12 @@ def passed_on(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Any]:
     if calls_back and not types:
         _run_once(w, e, xs)
         return []
-    bends = any(v.smooth for v in vs) and has_nonlinear_rule(w, e)
-    passed = [i for i, x in enumerate(types) if calls_back or (bends and is_inexact(x))]
+    is_bent = bends(w, e, vs)
+    both = ((i, calls_back or (is_bent and is_inexact(x))) for i, x in enumerate(types))
+    passed = [i for i, is_passed in both if is_passed]
     if not passed:
         return w.bound(e, xs)
-    if bends and w.axis.is_checked:
+    if is_bent and w.axis.is_checked:
         raise NotImplementedError(
             "A derivative rule that is not linear in its cotangent, of what has no "
             "rows, must see what comes from all rows: for that a jax.shard_map must "

@@ -1,7 +1,6 @@
 """Rules that close over arrays which the function around them computes."""
 
 import importlib.metadata
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -9,18 +8,23 @@ import pytest
 from helpers import mesh_of, off, put, temporaries
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.extend import core
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
 from ga_optax._partition import custom
+from ga_optax._passes import about
 
-pytestmark = pytest.mark.usefixtures("optax_promotion")
+pytestmark = [
+    pytest.mark.usefixtures("optax_promotion"),
+    pytest.mark.filterwarnings("error"),
+]
 N, D, K = 12, 4, 3
 BOUND = 2e-6
 PARAMS = 0.3 * jnp.ones((2, D, D))
 BATCH = {
-    "x": jax.random.normal(jax.random.key(0), (N, D)),
     "scale": jax.random.uniform(jax.random.key(1), (N, 1)) + 0.5,
+    "x": jax.random.normal(jax.random.key(0), (N, D)),
 }
 # jax 0.10.0 forgets the variable of a value that only rules read.
 OLDEST = importlib.metadata.version("jax") == "0.10.0"
@@ -84,13 +88,6 @@ def loss_of(rule, value, back=BACK["by row"], layers=LAYERS["open"]):
     return loss
 
 
-@pytest.fixture(autouse=True)
-def nothing_warns():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
-
-
 def both(loss, *, as_it_is=False):
     """How far a gradient, and one through `microbatch`, are off; also without `jit`."""
     divided = ga.microbatch(loss, K, batch_argnums=1)
@@ -106,7 +103,7 @@ def test_a_rule_closes_over_what_the_loss_computes(rule):
     assert max(both(loss_of(RULES[rule], VALUES["constants"]), as_it_is=True)) < BOUND
 
 
-@pytest.mark.grid(5, 36)
+@pytest.mark.grid(4, 12)
 @pytest.mark.usefixtures("fast_compilation")
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("back", BACK)
@@ -165,6 +162,80 @@ def test_micro_batches_take_less(rule):
     one = temporaries(jax.jit(jax.value_and_grad(loss)), params, rows)
     ours = temporaries(jax.jit(ga.value_and_grad(loss, 8)), params, rows)
     assert ours < 0.3 * one
+
+
+def refuses(back):
+    """`h * t`, whose rule refuses that `t` has a tangent."""
+    rule = jax.custom_vjp(lambda h, t: h * t)
+
+    def forward(h, t):
+        if t.perturbed:
+            raise RuntimeError("a tangent of t")
+        return h.value * t.value, t.value
+
+    rule.defvjp(forward, lambda t, g: (back(g, t), None), symbolic_zeros=True)
+    return rule
+
+
+def fixed(layer, h, p, t):
+    """A scan with `t` in the carry, to which no iteration adds."""
+    return lax.scan(lambda c, w: ((layer(c[0], w, c[1])[0], c[1]), None), (h, t), p)[0]
+
+
+SCANS = {
+    "a constant": lambda layer, h, p, t: lax.scan(lambda h, w: layer(h, w, t), h, p)[0],
+    "a slice": lambda layer, h, p, t: lax.scan(
+        lambda h, xs: layer(h, *xs), h, (p, jnp.stack([t, t]))
+    )[0],
+    "a carry": lambda *args: fixed(*args)[0],
+    "a branch": lambda layer, h, p, t: lax.cond(
+        p[0, 0, 0] > 0, lambda h, t: layer(h, p[0], t)[0], lambda h, t: h, h, t
+    ),
+}
+
+
+def refusing(scan, back, moves=False):
+    def loss(params, batch):
+        ruled, t = refuses(back), batch["x"].mean(0)
+        t = t + params[0, 0] if moves else t
+        return jnp.mean(
+            SCANS[scan](
+                lambda h, w, t: (jnp.tanh(ruled(h @ w, t)), None), batch["x"], params, t
+            )
+            ** 2
+        )
+
+    return loss
+
+
+@pytest.mark.usefixtures("fast_compilation")
+@pytest.mark.parametrize("back", ["by row", "rows meet"])
+@pytest.mark.parametrize("scan", SCANS)
+def test_no_tangent_is_asked_for_that_never_comes(scan, back):
+    if scan == "a branch" and back == "rows meet":
+        with pytest.warns(UserWarning, match="cond, at .* computed whole"):
+            assert max(both(refusing(scan, BACK[back]))) < BOUND
+    else:
+        assert max(both(refusing(scan, BACK[back]))) < BOUND
+    moves = refusing(scan, BACK[back], moves=True)  # the twin
+    with pytest.raises(RuntimeError, match="a tangent of t"):
+        jax.grad(moves)(PARAMS, BATCH)
+    with pytest.raises(RuntimeError, match="a tangent of t"):
+        jax.jit(ga.value_and_grad(moves, K))(PARAMS, BATCH)
+
+
+def test_a_rule_whose_side_effects_are_asked_for_can_be_run_again():
+    """JAX forgets the trees of a rule that raises, but not the program."""
+
+    def loss(params, batch):
+        h, t = batch["x"] @ params[0], lax.stop_gradient(batch["x"].mean(0))
+        return jnp.mean(refuses(BACK["rows meet"])(h, t) ** 2)
+
+    jaxpr = jax.make_jaxpr(loss)(PARAMS, BATCH)
+    call = jax.grad(lambda params: core.jaxpr_as_fun(jaxpr)(params, *BATCH.values())[0])
+    for _ in range(2):  # the first time the rule has not been traced
+        assert about.side_effects(jaxpr.jaxpr.replace()).nonlinear_backward
+        assert off(call(PARAMS), jax.grad(loss)(PARAMS, BATCH)) < BOUND
 
 
 def test_without_operands_the_rule_cannot_run(monkeypatch):
