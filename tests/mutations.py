@@ -183,6 +183,18 @@ FAULTS = """
 * a loss without an aux is the sum of its parts, whatever they are
 - scaled = [i for i, v in enumerate(out) if v.scaled and axis.is_even]
 + scaled = [i for i, v in enumerate(out) if v.scaled and len(out) > 1]
+@ _partition/custom.py: test_closures
+* a rule takes nothing of what it closes over
++ def _closed_over(...): return {}
+* an array over which a rule closes may depend on a parameter
++ def not_differentiable(...): return given[0]
+@ _partition/nested.py: test_closures
+* all operands of a scan have tangents
++ def _smooth(...): return [True] * len(given[1])
+@ _passes/about.py: test_closures
+* constants have tangents, too
+-     smooth = [i for i, x in enumerate(ins) if x in moving]
++     smooth = [i for i, x in enumerate(ins) if jaxprs.is_inexact(x)]
 @ _partition/custom.py: test_law_rules
 * a package whose name begins with that of JAX is JAX
 - _JAX = os.path.dirname(jax.__file__) + os.sep

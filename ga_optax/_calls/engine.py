@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.sharding import Mesh, PartitionSpec
 
 from .. import accumulator
 from .._devices import collectives, meshes
 from .._loop import loop
 from .._loop.loop import Outcome
 from .._loop.micro_step import LossProgram, Operands, run_passes
+from .._partition import custom
 from .._partition.held import Rows, RowsMeet
 from .._partition.partitioned import Partitioned
 from .._passes import about, jaxprs, rowwise
@@ -32,7 +32,7 @@ from .batches import DoesNotFitError
 from .call import Call, check_values
 from .options import ROLES, Argument
 from .rows import REPLICATED, ManualAxisError
-from .undivided import AllRows, NoDerivativeError, Pair
+from .undivided import AllRows, Pair
 
 # == Stations ==========================================================================
 # The stations of a call: from checked arguments to the value and the gradients.
@@ -133,7 +133,7 @@ def value_and_grad(
     traced, micro_batch = trace(call.on_device()), None
     try:
         return (over or over_micro_batches)(micro_batch := partition(traced))
-    except (DoesNotFitError, NoDerivativeError, Warning):
+    except (DoesNotFitError, custom.NoDerivativeError, Warning):
         raise
     except Exception as error:  # All rows take less, or a new JAX fails as it may.
         if about.is_of_user(error) or traced.call.devices.bound:
@@ -188,9 +188,8 @@ def trace(call: Call) -> Traced:
         one = call.with_leaves(dict(new))
         return call.options.fun(*one.args, **one.kwargs)
 
-    env = meshes.of_all_rows(() if devices.by_compiler else devices.axes)
-    fun = about.in_name_of(call.options.fun, fun)
-    make = jax.make_jaxpr(fun, axis_env=[*rowwise.READ, *env], return_shape=True)
+    axes = () if devices.by_compiler else devices.axes
+    make = functools.partial(_jaxpr_of, call, fun, axes, len(leaves))
     of_params = list(leaves.values())
     if devices.maps:
         of_params = list(map(meshes.type_without_mesh, of_params))
@@ -204,6 +203,21 @@ def trace(call: Call) -> Traced:
     rows.check_not_reduced(call, closed.out_avals[0])
     about.check_own_references(closed.jaxpr)
     return Traced(call, closed, out)
+
+
+def _jaxpr_of(
+    call: Call, fun: Callable[..., Any], axes: Any, smooth: int | None, *types: Any
+) -> tuple[Any, Any]:
+    """The program of a function; rules in it take what they close over, see `custom`.
+
+    `smooth` is the number of arguments that have a derivative, or None if all have.
+    """
+    env = [*rowwise.READ, *meshes.of_all_rows(axes)]
+    fun = about.in_name_of(call.options.fun, fun)
+    closed, out = jax.make_jaxpr(fun, axis_env=env, return_shape=True)(*types)
+    if about.has_rules(closed.jaxpr):
+        closed = custom.without_closures(closed, env, smooth)
+    return closed, out
 
 
 def _without_mesh(make: Callable[..., Any], types: Any, error: Exception) -> Any:
@@ -433,7 +447,7 @@ def of_call(call: Call, remat: bool | None, size: int | None = None) -> Any:
             options=options._replace(fun=_with_loss(of_args, call.devices.bound))
         )
         return value_and_grad(call, _in_loop)[0][1]
-    xs = _on_mesh(call, list(leaves.values()))
+    xs = rows.on_mesh(call, list(leaves.values()))
     closed, out = _traced(flat, xs, call)
     axes = (*call.split_axes, *[None] * len(call.others))
     divided = Divided.of_program(closed, axes, **_parameters(call, remat), size=size)
@@ -488,7 +502,7 @@ def as_one_equation(micro_batch: MicroBatch) -> Any:
 
     if devices.bound and rule is not None:
         error = undivided.derivative_refused(call, rule, "What value_and_grad returns")
-        return with_gradients(*(undivided.not_differentiable(x, error) for x in xs))
+        return with_gradients(*(custom.not_differentiable(x, error) for x in xs))
     program, out = jax.make_jaxpr(with_gradients, return_shape=True)(*xs)
     operands = [*program.consts, *xs]
     jaxpr = jaxprs.live(jaxprs.without_constants(program.jaxpr))
@@ -553,35 +567,16 @@ def _at_once(divided: Divided, xs: Sequence[Any]) -> list[Any]:
     return jaxprs.results(divided.program, xs)
 
 
-def _on_mesh(call: Call, xs: list[Any]) -> list[Any]:
-    """The leaves, constrained along rows to the mesh, if `jax.jit` must know the mesh.
-
-    `jax.jit` does not look for a mesh inside an equation.
-    """
-    traced = any(isinstance(x, jax.core.Tracer) for x in xs)
-    devices = call.devices
-    if not (traced and isinstance(devices.mesh, Mesh)):
-        return xs
-    specs: list[Any] = [None] * len(xs)
-    for i, (x, axis) in enumerate(zip(xs, call.split_axes, strict=False)):
-        entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * jnp.ndim(x)
-        entries[axis] = meshes.as_entry(devices.axes)
-        specs[i] = PartitionSpec(*entries)
-    return collectives.constrain(xs, specs, devices.mesh)
-
-
 def _traced(flat: Callable[..., Any], xs: Sequence[Any], call: Call) -> tuple[Any, Any]:
     """The program, and the types of divided results.
 
     The region of a mesh has other types, so a program must not have the mesh in types.
     """
-    env = [*rowwise.READ, *meshes.of_all_rows(call.devices.axes)]
-    flat = about.in_name_of(call.options.fun, flat)
-    trace = jax.make_jaxpr(flat, axis_env=env, return_shape=True)
+    make = functools.partial(_jaxpr_of, call, flat, call.devices.axes, None)
     if call.devices.mesh is None:
-        return trace(*xs)
+        return make(*xs)
     with meshes.without_mesh():
-        return trace(*map(meshes.type_without_mesh, xs))
+        return make(*map(meshes.type_without_mesh, xs))
 
 
 def _is_one(call: Call) -> bool:

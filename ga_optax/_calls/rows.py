@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from .. import config
 from .._devices import collectives, meshes
@@ -533,6 +533,23 @@ def specs_of_gradients(call: Call) -> Any:
     """The specs of gradients, which come back from the region."""
     specs = [place.spec for place in call.devices.gradients]
     return jax.tree.structure(call.params).unflatten(specs) if specs else ()
+
+
+def on_mesh(call: Call, xs: list[Any]) -> list[Any]:
+    """The leaves, constrained along rows to the mesh, if `jax.jit` must know the mesh.
+
+    `jax.jit` does not look for a mesh inside an equation.
+    """
+    traced = any(isinstance(x, jax.core.Tracer) for x in xs)
+    devices = call.devices
+    if not (traced and isinstance(devices.mesh, Mesh)):
+        return xs
+    specs: list[Any] = [None] * len(xs)
+    for i, (x, axis) in enumerate(zip(xs, call.split_axes, strict=False)):
+        entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * jnp.ndim(x)
+        entries[axis] = meshes.as_entry(devices.axes)
+        specs[i] = PartitionSpec(*entries)
+    return collectives.constrain(xs, specs, devices.mesh)
 
 
 # -- The errors of JAX about axes ------------------------------------------------------

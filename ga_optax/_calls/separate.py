@@ -413,7 +413,8 @@ def _scales(closed: core.ClosedJaxpr, params: list[Any], *rest: Any) -> bool:
     weights that count tokens. So the dtypes are read from the backward pass, which has
     casts and rules (`jax.custom_jvp`) that the loss does not show.
     """
-    if about.side_effects(closed.jaxpr).nonlinear_backward:
+    moving = frozenset(closed.jaxpr.invars[: len(params)])
+    if about.side_effects(closed.jaxpr, moving).nonlinear_backward:
         return False
 
     def backward(params: list[Any], *rest: Any) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend import core
 
 from .._checks import divisors, one_of, uneven
-from .._partition.custom import calls_rules, is_of_jax
+from .._partition import custom
 from .._partition.held import Axis, Note, meeting_of
 from .._partition.partitioned import Partitioned
 from .._passes import about, jaxprs
@@ -299,10 +299,6 @@ def _computed(
 # differentiate the program, so functions with such rules are refused.
 
 
-class NoDerivativeError(NotImplementedError):
-    """A derivative that cannot be had."""
-
-
 def custom_rule_in(jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
     """A call in a program that has a rule which may not be the true derivative.
 
@@ -312,7 +308,9 @@ def custom_rule_in(jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
         name = e.primitive.name
         if name == "custom_vjp_call":
             return e
-        if name == "custom_jvp_call" and (not is_of_jax(e) or calls_rules(e)):
+        if name == "custom_jvp_call" and (
+            not custom.is_of_jax(e) or custom.calls_rules(e)
+        ):
             return e
         divided = e.params.get("function")
         if isinstance(divided, Divided) and custom_rule_in(divided.program.jaxpr):
@@ -324,7 +322,7 @@ def derivative_refused(call: Call, e: core.JaxprEqn, what: str) -> Exception:
     """The error of a derivative that cannot be had, of a program with such a call."""
     bound = call.devices.bound
     where = f"a jax.shard_map binds {bound}" if bound else "the mesh has them"
-    return NoDerivativeError(
+    return custom.NoDerivativeError(
         f"{what} cannot be differentiated in a jax.shard_map, or with mesh axes of "
         "explicit type, if fun has a derivative rule of its own, but fun has "
         f"{e.primitive.name} at {about.place_of(e.source_info)}, and {where}. Call "
@@ -333,19 +331,8 @@ def derivative_refused(call: Call, e: core.JaxprEqn, what: str) -> Exception:
     )
 
 
-def not_differentiable(x: Any, error: Exception) -> Any:
-    """The same array, which raises `error` if it is differentiated."""
-    same = jax.custom_jvp(lambda x: x)
-
-    @same.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
-        raise error
-
-    return same(x)
-
-
 def differentiable_once(x: Any, error: Exception) -> Any:
     """The same array, which raises `error` if it is differentiated twice."""
     same = jax.custom_jvp(lambda x: x)
-    same.defjvp(lambda xs, ts: (not_differentiable(xs[0], error), ts[0]))
+    same.defjvp(lambda xs, ts: (custom.not_differentiable(xs[0], error), ts[0]))
     return same(x)

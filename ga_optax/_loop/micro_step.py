@@ -67,13 +67,13 @@ class LossProgram(NamedTuple):
     @property
     def sliced(self) -> list[bool]:
         """For each gradient, True if slices of the gradient can be added in place."""
-        can = can_add_in_place(self.jaxpr, self.multiplies)
+        can = _can_add_in_place(self.side_effects, self.multiplies)
         return [can and arrives == "slices" for arrives in self.arrivals]
 
     @property
     def side_effects(self) -> about.SideEffects:
         """The effects of the program, and of its backward pass, beside the results."""
-        return about.side_effects(self.jaxpr)
+        return _side_effects(self.jaxpr, len(self.arrivals))
 
     @property
     def low_precision(self) -> bool:
@@ -114,7 +114,8 @@ def run_passes(
     number = len(devices.names)
     if not optimize:
         return program, [None] * number
-    facts = Facts(devices, can_add_in_place(program.jaxpr, multiplies))
+    effects = _side_effects(program.jaxpr, number)
+    facts = Facts(devices, _can_add_in_place(effects, multiplies))
     program = table.run_scope("fun", program, facts)
     arrivals = [arrival(program.jaxpr, x) for x in program.jaxpr.invars[:number]]
     return table.run_scope("sharded fun", program, facts), arrivals
@@ -139,9 +140,14 @@ HAS_REFS = jax.__version_info__ >= (0, 11, 1)
 _SMALL = 1000
 
 
-def can_add_in_place(jaxpr: core.Jaxpr, multiplies: bool) -> bool:
+def _side_effects(jaxpr: core.Jaxpr, number: int) -> about.SideEffects:
+    """The side effects of a program, of which so many operands are parameters."""
+    return about.side_effects(jaxpr, frozenset(jaxpr.invars[:number]))
+
+
+def _can_add_in_place(effects: about.SideEffects, multiplies: bool) -> bool:
     """True if gradients may be added in place. Weights must not multiply them."""
-    return HAS_REFS and not multiplies and not about.side_effects(jaxpr).reordering
+    return HAS_REFS and not multiplies and not effects.reordering
 
 
 def reasons_not_in_place(

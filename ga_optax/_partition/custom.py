@@ -14,9 +14,9 @@ is kept for later levels, which otherwise would come back to it one by one.
 import dataclasses
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -254,21 +254,31 @@ def _is_linear(w: Writer, program: jaxprs.Program, number: int) -> bool:
     return w.once(("linear", number, nested.key_of(w, program)), is_linear)
 
 
-def has_nonlinear_rule(w: Writer, e: core.JaxprEqn) -> bool:
+def bends(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> bool:
     """True if an equation has a backward rule that is not linear, or calls one."""
+    pairs = zip(e.invars, vs, strict=True)
+    moving = {x for x, v in pairs if v.smooth and jaxprs.is_variable(x)}
+    return bool(moving) and _bends(w, e, moving)
+
+
+def _bends(w: Writer, e: core.JaxprEqn, moving: set[Any]) -> bool:
+    """The same, if variables in `moving` can have a tangent."""
     if e.primitive.name == "custom_vjp_call":
         if e.params["symbolic_zeros"]:
             return True
-        operands = [_of_layout(x.aval, WHOLE) for x in e.invars]
+        moves = (jaxprs.is_among(x, moving) for x in e.invars)
+        pairs = zip(e.invars, moves, strict=True)
+        operands = [Value(None, x.aval, smooth=m, params=True) for x, m in pairs]
         try:
             rule = derived(w, e, operands, [True] * len(e.outvars))
         except Exception as error:  # Any: nothing is known of the rule.
             return not about.is_of_user(error)  # JAX calls that one, if it is needed
         prints = bool(rule.program.jaxpr.effects)  # such as the cotangent
         return prints or not _is_linear(w, rule.backward, len(rule.given))
-    for p in jaxprs.inner_programs(e):
+    for p in filter(about.has_rules, jaxprs.inner_programs(e)):
         here = w.at(jaxpr=p, given=jaxprs.moved_by(p, p.outvars))
-        if any(has_nonlinear_rule(here, x) for x in p.eqns):
+        inside = about.moving(p, about.moving_inside(e, p, moving))
+        if any(_bends(here, x, inside) for x in p.eqns):
             return True
     return False
 
@@ -288,11 +298,12 @@ def passed_on(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Any]:
     if calls_back and not types:
         _run_once(w, e, xs)
         return []
-    bends = any(v.smooth for v in vs) and has_nonlinear_rule(w, e)
-    passed = [i for i, x in enumerate(types) if calls_back or (bends and is_inexact(x))]
+    is_bent = bends(w, e, vs)
+    both = ((i, calls_back or (is_bent and is_inexact(x))) for i, x in enumerate(types))
+    passed = [i for i, is_passed in both if is_passed]
     if not passed:
         return w.bound(e, xs)
-    if bends and w.axis.is_checked:
+    if is_bent and w.axis.is_checked:
         raise NotImplementedError(
             "A derivative rule that is not linear in its cotangent, of what has no "
             "rows, must see what comes from all rows: for that a jax.shard_map must "
@@ -342,3 +353,227 @@ def _traced_before(jaxpr: core.Jaxpr, consts: Sequence[Any]) -> jaxprs.Program:
     return jaxprs.Program(
         jaxprs.with_constants(jaxpr, number) if number else jaxpr, consts
     )
+
+
+# -- What rules close over -------------------------------------------------------------
+# A rule may close over an array that the function around it computes. JAX leaves the
+# tracer of that array in the rule, and so the rule runs only while JAX traces the
+# function around it.
+
+
+def without_closures(
+    closed: Any, axis_env: Sequence[Any], smooth: int | None = None
+) -> Any:
+    """A traced program, whose rules take what they close over as operands.
+
+    Args:
+      closed: the program.
+      axis_env: the names of axes in it.
+      smooth: the number of operands that have a derivative, which is that of the first
+        result; None if all have, and all results.
+    """
+    jaxpr, known = closed.jaxpr, dict[Any, Any]()
+    taken = _closed_over(jaxpr, smooth)
+    if not taken:
+        return closed
+
+    def rule(e: core.JaxprEqn, values: list[Any]) -> list[Any]:
+        out = inside(e, values)
+        if out is None:
+            out = jaxprs.bind(jaxpr, [e], e.invars, e.outvars, values)
+        known.update(zip(e.outvars, out, strict=True))
+        return out
+
+    def inside(e: core.JaxprEqn, values: list[Any]) -> list[Any] | None:
+        if not any(id(x) in taken for x in jaxprs.within(e)):
+            return None
+        runs = [_run_by(program, rule) for program in jaxprs.inner(e)]
+        if id(e) in taken:
+            (ruled, names), error = taken[id(e)], _closes_over(e)
+            kept = [not_differentiable(known[x], error) for x in names]
+            return _taking(ruled, names, runs[0])(kept, *values)
+        return _with_programs(e, runs, values)
+
+    def fun(*args: Any) -> list[Any]:
+        names = [*jaxpr.constvars, *jaxpr.invars]
+        known.update(zip(names, [*closed.consts, *args], strict=True))
+        return jaxprs.evaluate(closed, args, rule)
+
+    new: Any = jax.make_jaxpr(fun, axis_env=list(axis_env))(*closed.in_avals)
+    return new.replace(jaxpr=new.jaxpr.replace(debug_info=jaxpr.debug_info))
+
+
+def _closes_over(e: core.JaxprEqn) -> Exception:
+    return NoDerivativeError(
+        f"The rule of the function at {about.place_of(e.source_info)} must not close "
+        "over an array that depends on what is differentiated, but it does. Make that "
+        "array an argument of the function and of the rule."
+    )
+
+
+class NoDerivativeError(NotImplementedError):
+    """A derivative that cannot be had."""
+
+
+def not_differentiable(x: Any, error: Exception) -> Any:
+    """The same array, which raises `error` if it is differentiated."""
+    if not is_inexact(x):
+        return x
+    same = jax.custom_jvp(lambda x: x)
+
+    @same.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        raise error
+
+    return same(x)
+
+
+def _run_by(program: jaxprs.Program, rule: jaxprs.Override) -> Callable[..., list[Any]]:
+    return lambda *xs: jaxprs.evaluate(program, xs, rule)
+
+
+def _with_programs(
+    e: core.JaxprEqn, runs: Sequence[Callable[..., Any]], values: list[Any]
+) -> list[Any] | None:
+    """The results of an equation with other programs inside; None of a `while`."""
+    kind, run = jaxprs.kind(e), runs[0]
+    if kind == "scan":
+        return jaxprs.scan(jaxprs.scan_of(e), lambda xs: run(*xs), values)
+    if kind == "cond":
+        return jax.lax.switch(values[0], runs, *values[1:])
+    if kind == "checkpoint":
+        return jaxprs.checkpointed(e, run)(*values)
+    return run(*values) if kind == "call" else None
+
+
+class _Ruled(NamedTuple):
+    """A function with a rule: an equation of a program.
+
+    Attributes:
+      equation: the equation.
+      program: the program around it.
+      places: the operands that can have a tangent; a rule may refuse others.
+    """
+
+    equation: core.JaxprEqn
+    program: core.Jaxpr
+    places: list[int]
+
+    @property
+    def has_jvp(self) -> bool:
+        return self.equation.primitive.name == "custom_jvp_call"
+
+    def results(self, *xs: Any) -> list[Any]:
+        """The results, for these operands."""
+        e = self.equation
+        e = e.replace(invars=[core.Var(x.aval) for x in e.invars])  # may be one, twice
+        return jaxprs.bind(self.program, [e], e.invars, e.outvars, xs)
+
+    def of_moving(self, xs: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
+        """The results as a function of the operands that can move, and these."""
+        some = [xs[i] for i in self.places]
+        return jaxprs.of_some(self.results, xs, self.places), some
+
+    def constants(self) -> Sequence[Any]:
+        """The constants of the rule."""
+
+        def derivative(*xs: Any) -> Any:
+            fun, some = self.of_moving(xs)
+            if self.has_jvp:
+                return jax.jvp(fun, some, some)
+            out, pullback = jax.vjp(fun, *some)
+            return pullback(list(map(zero_tangent, out)))
+
+        types = [x.aval for x in self.equation.invars]
+        try:
+            return jaxprs.program_of(derivative, *types).consts
+        except Exception:  # Any: of the rule, which JAX runs only if it is needed.
+            return ()
+
+
+def _ruled(
+    jaxpr: core.Jaxpr, start: Collection[Any] | None, results: Sequence[Any]
+) -> Iterator[_Ruled]:
+    """The functions whose rules the derivative of `results` needs, if `start` moves."""
+    if not about.has_rules(jaxpr):
+        return
+    moving, given = about.moving(jaxpr, start), jaxprs.moved_by(jaxpr, results)
+    for e in jaxpr.eqns:
+        if given.isdisjoint(e.outvars):
+            continue
+        if e.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+            # JAX refuses tangents of what a function closes over: its constants.
+            every = range(e.params["num_consts"], len(e.invars))
+            moves = [i for i in every if jaxprs.is_among(e.invars[i], moving)]
+            if moves and not is_of_jax(e):
+                yield _Ruled(e, jaxpr, moves)
+            continue
+        for program in jaxprs.inner_programs(e):
+            inside = about.moving_inside(e, program, moving)
+            yield from _ruled(program, inside, program.outvars)
+
+
+def _closed_over(
+    jaxpr: core.Jaxpr, smooth: int | None
+) -> dict[int, tuple[_Ruled, list[Any]]]:
+    """Functions with rules that close over variables, by the `id` of equations."""
+    start = None if smooth is None else jaxpr.invars[:smooth]
+    results = jaxpr.outvars if smooth is None else jaxpr.outvars[:1]
+    ruled = list(_ruled(jaxpr, start, results))
+    made = [x for e in jaxpr.eqns for x in e.outvars] if ruled else []
+    own, found = {*jaxpr.constvars, *jaxpr.invars, *made}, {}
+    for one in ruled:
+        variables = dict.fromkeys(map(_variable, one.constants()))
+        if mine := [x for x in variables if x in own]:
+            found[id(one.equation)] = one, mine
+    return found
+
+
+def _variable(x: Any) -> Any:
+    """The variable of a tracer; None for all else."""
+    variable = getattr(x, "val", None) if isinstance(x, jax.core.Tracer) else None
+    return variable if isinstance(variable, core.Var) else None
+
+
+def _taking(
+    ruled: _Ruled, names: Sequence[Any], run: Callable[..., Any]
+) -> Callable[..., list[Any]]:
+    """A function whose rule takes what it closes over: a list, the first argument.
+
+    `names` are the variables in that list, `run` is the function without the rule.
+    """
+
+    def with_values(values: Sequence[Any], fun: Callable[..., Any], *args: Any) -> Any:
+        """`fun(*args)`, where `fun` closes over variables with these values."""
+        known = dict(zip(names, values, strict=True))
+        closed: Any
+        closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
+        consts = [known.get(_variable(x), x) for x in closed.consts]
+        program = jaxprs.Program(closed.jaxpr, consts)
+        out = jaxprs.results(program, jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shape), out)
+
+    def jvp(primals: Any, tangents: Any) -> Any:
+        (values, *xs), (_, *dots) = primals, tangents
+        fun, some = ruled.of_moving(xs)
+        dots = [dots[i] for i in ruled.places]
+        return with_values(values, lambda *pair: jax.jvp(fun, *pair), some, dots)
+
+    def forward(values: Any, *xs: Any) -> Any:
+        fun, some = ruled.of_moving(xs)
+        out, pullback = with_values(values, lambda *some: jax.vjp(fun, *some), *some)
+        return out, (values, pullback)
+
+    def backward(kept: Any, cts: Any) -> Any:
+        values, pullback = kept
+        grads = with_values(values, lambda f, cts: f(cts), pullback, cts)
+        nothing = [None] * len(ruled.equation.invars)
+        return None, *jaxprs.put(nothing, ruled.places, grads)
+
+    if ruled.has_jvp:
+        call: Any = jax.custom_jvp(lambda _, *xs: run(*xs))
+        call.defjvp(jvp)
+    else:
+        call = jax.custom_vjp(lambda _, *xs: run(*xs))
+        call.defvjp(forward, backward)
+    return call

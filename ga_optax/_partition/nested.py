@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from .._passes import feedback, jaxprs
+from .._passes import about, feedback, jaxprs
 from .._passes.equation import Divided
 from .._passes.jaxprs import Same, is_inexact
 from . import held
@@ -382,7 +383,7 @@ def _of_rows(w: Writer, vs: list[Value], how: jaxprs.Scan, waits: bool) -> Resul
     vs = vs if waits else w.summed(vs)
     consts, carry, slices = how.split(vs)
     level, params, n = w.level, any(v.params for v in vs), len(carry)
-    smooth = any(v.smooth for v in vs)
+    smooth = _smooth(how, vs)
     notes, before = w.records.notes, len(w.records.notes)
 
     def complete(layouts: Iterable[Layout]) -> list[Layout]:
@@ -391,15 +392,15 @@ def _of_rows(w: Writer, vs: list[Value], how: jaxprs.Scan, waits: bool) -> Resul
     def body(wanted: Sequence[Layout] = ()) -> Inner:
         del notes[before:]
         each = zip(
-            vs,
             how.body.jaxpr.invars,
             [*(v.layout for v in consts), *layouts, *map(_of_slice, slices)],
             [*[level] * len(consts), *levels, *[level] * len(slices)],
+            smooth,
             strict=True,
         )
         args = [
-            Value(None, x.aval, layout, number, params, smooth)
-            for v, x, layout, number in each
+            Value(None, x.aval, layout, number, params, moves)
+            for x, layout, number, moves in each
         ]
         return inner(w, how.body, args, wanted)
 
@@ -420,6 +421,22 @@ def _of_rows(w: Writer, vs: list[Value], how: jaxprs.Scan, waits: bool) -> Resul
     out = jaxprs.scan(how, lambda args: run(w.index, args), xs)
     w.level = max([level, *run.levels])
     return list(zip(out, [*layouts, *map(_of_stack, wanted[n:])], strict=True))
+
+
+def _smooth(how: jaxprs.Scan, vs: list[Value]) -> list[bool]:
+    """True for each argument of the body that may have a derivative.
+
+    That is a carry, too, to which an iteration gives one.
+    """
+    body, some = how.body.jaxpr, [v.smooth for v in vs]
+    while True:
+        moving = about.moving(body, itertools.compress(body.invars, some))
+        carried = [jaxprs.is_among(x, moving) for x in body.outvars[: how.num_carry]]
+        consts, carry, slices = how.split(some)
+        new = [*consts, *map(operator.or_, carry, carried), *slices]
+        if new == some:
+            return some
+        some = new
 
 
 def _comes_apart(w: Writer, run: Inner, how: jaxprs.Scan, longest: int) -> bool:

@@ -316,6 +316,12 @@ def has_rule(equation: core.JaxprEqn) -> bool:
     return any(e.primitive.name in rules for e in jaxprs.within(equation))
 
 
+def has_rules(jaxpr: core.Jaxpr) -> bool:
+    """True if functions in a program have rules of their own."""
+    rules = ("custom_vjp_call", _CUSTOM_JVP)
+    return any(e.primitive.name in rules for e in jaxprs.equations(jaxpr))
+
+
 def is_known(equation: core.JaxprEqn) -> bool:
     """True if a pass may move an equation: it and all equations inside are known."""
     return all(
@@ -361,23 +367,32 @@ class SideEffects(NamedTuple):
         )
 
 
-_side_effects: Any = weakref.WeakKeyDictionary()  # by program
+_side_effects: Any = weakref.WeakKeyDictionary()  # by program, then by operands
 
 
-def side_effects(jaxpr: core.Jaxpr) -> SideEffects:
-    """The side effects of a program and of its backward pass."""
-    if jaxpr not in _side_effects:
-        effects = (_effects_of(jaxpr, e) for e in jaxpr.eqns if not is_built_in(e))
-        _side_effects[jaxpr] = functools.reduce(operator.or_, effects, SideEffects())
-    return _side_effects[jaxpr]
+def side_effects(jaxpr: core.Jaxpr, start: frozenset[Any] | None = None) -> SideEffects:
+    """The side effects of a program and of its backward pass.
+
+    Operands in `start` can have a tangent; all, if it is None.
+    """
+    known = _side_effects.setdefault(jaxpr, {})
+    if start not in known:
+        can_move = functools.cache(lambda: moving(jaxpr, start))
+        own = (e for e in jaxpr.eqns if not is_built_in(e))
+        effects = (_effects_of(jaxpr, e, can_move) for e in own)
+        known[start] = functools.reduce(operator.or_, effects, SideEffects())
+    return known[start]
 
 
-def _effects_of(jaxpr: core.Jaxpr, equation: core.JaxprEqn) -> SideEffects:
+def _effects_of(
+    jaxpr: core.Jaxpr, equation: core.JaxprEqn, can_move: Callable[[], set[Any]]
+) -> SideEffects:
     name, line = equation.primitive.name, line_of(equation.source_info)
     if (is_program := jaxprs.kind(equation) is not None) or equation.effects:
-        effects = SideEffects()
+        effects, ruled = SideEffects(), has_rule(equation)
         for program in jaxprs.inner_programs(equation) if is_program else ():
-            effects |= side_effects(program)
+            start = moving_inside(equation, program, can_move()) if ruled else None
+            effects |= side_effects(program, start)
         if equation.effects:
             why = "fun prints, calls back or communicates"
             effects |= SideEffects(Reason(why, line))
@@ -386,7 +401,7 @@ def _effects_of(jaxpr: core.Jaxpr, equation: core.JaxprEqn) -> SideEffects:
     if name != _CUSTOM_JVP:
         nonlinear = Reason(f"{name} may have a rule of its own", line)
     try:
-        effects = backward(jaxpr, equation).effects
+        effects = backward(jaxpr, equation, can_move()).effects
     except Exception as error:  # Any: the rule is the user's.
         why = f"{name} raises {type(error).__name__} if it is differentiated alone"
         return SideEffects(Reason(why, line), nonlinear)
@@ -395,10 +410,16 @@ def _effects_of(jaxpr: core.Jaxpr, equation: core.JaxprEqn) -> SideEffects:
     return SideEffects(reordering, nonlinear, frozenset(effects))
 
 
-def backward(jaxpr: core.Jaxpr, equation: core.JaxprEqn) -> core.Jaxpr:
-    """The program that computes an equation and takes a cotangent back through it."""
+def backward(
+    jaxpr: core.Jaxpr, equation: core.JaxprEqn, moving: set[Any]
+) -> core.Jaxpr:
+    """The program that computes an equation and takes a cotangent back through it.
+
+    The cotangent of the operands that are `moving`: a rule may refuse the others, and
+    JAX forgets the trees of a rule that it has traced before if the rule raises.
+    """
     ins = list(dict.fromkeys(jaxprs.variables(equation.invars)))
-    smooth = [i for i, x in enumerate(ins) if jaxprs.is_inexact(x)]
+    smooth = [i for i, x in enumerate(ins) if x in moving]
     outs = [x for x in equation.outvars if jaxprs.is_inexact(x)]
 
     def forward(*values: Any) -> list[Any]:
@@ -410,6 +431,28 @@ def backward(jaxpr: core.Jaxpr, equation: core.JaxprEqn) -> core.Jaxpr:
         return pullback(list(map(jnp.ones_like, out)))
 
     return jaxprs.program_of(pulled_back, *(x.aval for x in ins)).jaxpr
+
+
+def moving(jaxpr: core.Jaxpr, start: Iterable[Any] | None = None) -> set[Any]:
+    """The variables of a program that can have a tangent, if operands in `start` can.
+
+    Without `start` all operands can.
+    """
+    start = [*jaxpr.constvars, *jaxpr.invars] if start is None else start
+    found = jaxprs.following(
+        jaxpr, filter(jaxprs.is_inexact, start), ("stop_gradient",)
+    )
+    return set(filter(jaxprs.is_inexact, found))
+
+
+def moving_inside(
+    equation: core.JaxprEqn, program: core.Jaxpr, moving: set[Any]
+) -> frozenset[Any] | None:
+    """The operands of a program inside that can have a tangent; None in a loop."""
+    if jaxprs.kind(equation) not in (*jaxprs.INLINE, "cond"):
+        return None
+    pairs = zip(jaxprs.operands(equation, program), program.invars, strict=True)
+    return frozenset(x for outer, x in pairs if jaxprs.is_among(outer, moving))
 
 
 # == References ========================================================================

@@ -1,0 +1,246 @@
+"""Rules that close over arrays which the function around them computes."""
+
+import importlib.metadata
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import mesh_of, off, put, temporaries
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.extend import core
+from jax.sharding import PartitionSpec as P
+
+import ga_optax as ga
+from ga_optax._partition import custom
+from ga_optax._passes import about
+
+pytestmark = [
+    pytest.mark.usefixtures("optax_promotion"),
+    pytest.mark.filterwarnings("error"),
+]
+N, D, K = 12, 4, 3
+BOUND = 2e-6
+PARAMS = 0.3 * jnp.ones((2, D, D))
+BATCH = {
+    "scale": jax.random.uniform(jax.random.key(1), (N, 1)) + 0.5,
+    "x": jax.random.normal(jax.random.key(0), (N, D)),
+}
+# jax 0.10.0 forgets the variable of a value that only rules read.
+OLDEST = importlib.metadata.version("jax") == "0.10.0"
+
+
+def of_cotangents(c, back):
+    """`h * c`, with a backward rule that closes over `c`, as does the function."""
+    rule = jax.custom_vjp(lambda h: h * c)
+    rule.defvjp(lambda h: (rule(h), h), lambda h, g: (back(g, c) + 0.1 * h,))
+    return rule
+
+
+def of_tangents(c, back):
+    rule = jax.custom_jvp(lambda h: h * c)
+    rule.defjvp(lambda hs, ts: (rule(*hs), back(ts[0], c) + 0.1 * c * ts[0]))
+    return rule
+
+
+def asking(c, back):
+    """Rules that are told which tangents are zero: none is here."""
+    rule = jax.custom_jvp(lambda h: h * c)
+
+    def jvp(hs, ts):
+        assert type(ts[0]) is not SymbolicZero
+        return rule(*hs), back(ts[0], c)
+
+    rule.defjvp(jvp, symbolic_zeros=True)
+    return rule
+
+
+RULES = {"cotangents": of_cotangents, "tangents": of_tangents, "asking": asking}
+VALUES = {
+    "constants": lambda batch: jnp.cos(jnp.arange(1.0, 1 + D)),
+    "rows": lambda batch: jnp.sqrt(batch["scale"]),
+    "a mean of rows": lambda batch: batch["x"].mean(0),
+    "an argument": lambda batch: batch["scale"],
+}
+BACK = {
+    "by row": lambda g, c: g * c,
+    "rows meet": lambda g, c: g * c - g.mean(0),
+    "the rule alone reads it": lambda g, c: g * (1 + c**2).sum(-1, keepdims=True),
+}
+LAYERS = {
+    "open": lambda layer, h, p: layer(layer(h, p[0])[0], p[1])[0],
+    "vmap": lambda layer, h, p: jax.vmap(lambda x: layer(x, p[0])[0])(h),
+    "scan": lambda layer, h, p: lax.scan(layer, h, p)[0],
+    "checkpoint": lambda layer, h, p: lax.scan(jax.checkpoint(layer), h, p)[0],
+    "jit": lambda layer, h, p: jax.jit(layer)(h, p[0])[0],
+    "cond": lambda layer, h, p: lax.cond(
+        p[0, 0, 0] > 0, lambda h: layer(h, p[0])[0], lambda h: h, h
+    ),
+}
+
+
+def loss_of(rule, value, back=BACK["by row"], layers=LAYERS["open"]):
+    def loss(params, batch):
+        ruled = rule(value(batch), back)
+        h = layers(lambda h, w: (jnp.tanh(ruled(h @ w)), None), batch["x"], params)
+        return jnp.mean(h**2)
+
+    return loss
+
+
+def both(loss, *, as_it_is=False):
+    """How far a gradient, and one through `microbatch`, are off; also without `jit`."""
+    divided = ga.microbatch(loss, K, batch_argnums=1)
+    ours = ga.value_and_grad(loss, K)
+    calls = [jax.jit(ours), jax.jit(jax.value_and_grad(divided))]
+    want = jax.value_and_grad(loss)(PARAMS, BATCH)
+    return [off(f(PARAMS, BATCH), want) for f in [*calls, *[ours] * as_it_is]]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_closes_over_what_the_loss_computes(rule):
+    assert max(both(loss_of(RULES[rule], VALUES["constants"]), as_it_is=True)) < BOUND
+
+
+@pytest.mark.grid(4, 12)
+@pytest.mark.usefixtures("fast_compilation")
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("back", BACK)
+@pytest.mark.parametrize("rule", RULES)
+def test_of_rows_and_where_rows_meet(rule, back, value):
+    if OLDEST and value == "a mean of rows":
+        pytest.skip("jax 0.10.0")
+    assert max(both(loss_of(RULES[rule], VALUES[value], BACK[back]))) < BOUND
+
+
+@pytest.mark.grid(4, 12)
+@pytest.mark.usefixtures("fast_compilation")
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("rule", ["cotangents", "tangents"])
+def test_in_programs_of_programs(rule, layers):
+    """Under `jax.jit` JAX refuses some of them."""
+    value = VALUES["a mean of rows" if layers == "vmap" else "constants"]
+    loss = loss_of(RULES[rule], value, layers=LAYERS[layers])
+    assert max(both(loss)) < BOUND
+
+
+def test_an_array_that_is_a_parameter_s_is_refused_as_jax_refuses_it():
+    def loss(params, batch):
+        ruled = of_cotangents(jnp.sin(params[0, 0]), BACK["by row"])
+        return jnp.mean(ruled(batch["x"] @ params[1]) ** 2)
+
+    with pytest.raises(jax.errors.UnexpectedTracerError):
+        jax.grad(loss)(PARAMS, BATCH)
+    divided = jax.grad(ga.microbatch(loss, K, batch_argnums=1))
+    for call in (ga.value_and_grad(loss, K), jax.jit(divided)):
+        with pytest.raises(NotImplementedError, match="an argument of the function"):
+            call(PARAMS, BATCH)
+
+
+@pytest.mark.parametrize("back", ["by row", "rows meet"])
+def test_on_devices(back):
+    mesh = mesh_of(4)
+    axis = ga.DataAxis("data", mesh=mesh)
+    loss = loss_of(of_cotangents, VALUES["rows"], BACK[back])
+    batch = put(BATCH, mesh, P("data"))
+    call = jax.jit(ga.value_and_grad(loss, K, data_axis=axis))
+    assert off(call(PARAMS, batch), jax.value_and_grad(loss)(PARAMS, BATCH)) < BOUND
+
+
+@pytest.mark.parametrize("rule", ["cotangents", "tangents"])
+def test_micro_batches_take_less(rule):
+    """Of the value, which has rows, each holds its own."""
+    rows = {x: jnp.tile(v, (256, 1)) for x, v in BATCH.items()}
+    params = jnp.ones((2, D, 64)) / 8
+
+    def loss(params, batch):
+        scales = jnp.cos(batch["x"] @ jnp.ones((D, 64)))
+        h = RULES[rule](scales, BACK["by row"])(batch["x"] @ params[0])
+        return jnp.mean(jnp.tanh(jnp.sin(h) @ params[1].T) ** 2)
+
+    one = temporaries(jax.jit(jax.value_and_grad(loss)), params, rows)
+    ours = temporaries(jax.jit(ga.value_and_grad(loss, 8)), params, rows)
+    assert ours < 0.3 * one
+
+
+def refuses(back):
+    """`h * t`, whose rule refuses that `t` has a tangent."""
+    rule = jax.custom_vjp(lambda h, t: h * t)
+
+    def forward(h, t):
+        if t.perturbed:
+            raise RuntimeError("a tangent of t")
+        return h.value * t.value, t.value
+
+    rule.defvjp(forward, lambda t, g: (back(g, t), None), symbolic_zeros=True)
+    return rule
+
+
+def fixed(layer, h, p, t):
+    """A scan with `t` in the carry, to which no iteration adds."""
+    return lax.scan(lambda c, w: ((layer(c[0], w, c[1])[0], c[1]), None), (h, t), p)[0]
+
+
+SCANS = {
+    "a constant": lambda layer, h, p, t: lax.scan(lambda h, w: layer(h, w, t), h, p)[0],
+    "a slice": lambda layer, h, p, t: lax.scan(
+        lambda h, xs: layer(h, *xs), h, (p, jnp.stack([t, t]))
+    )[0],
+    "a carry": lambda *args: fixed(*args)[0],
+    "a branch": lambda layer, h, p, t: lax.cond(
+        p[0, 0, 0] > 0, lambda h, t: layer(h, p[0], t)[0], lambda h, t: h, h, t
+    ),
+}
+
+
+def refusing(scan, back, moves=False):
+    def loss(params, batch):
+        ruled, t = refuses(back), batch["x"].mean(0)
+        t = t + params[0, 0] if moves else t
+        return jnp.mean(
+            SCANS[scan](
+                lambda h, w, t: (jnp.tanh(ruled(h @ w, t)), None), batch["x"], params, t
+            )
+            ** 2
+        )
+
+    return loss
+
+
+@pytest.mark.usefixtures("fast_compilation")
+@pytest.mark.parametrize("back", ["by row", "rows meet"])
+@pytest.mark.parametrize("scan", SCANS)
+def test_no_tangent_is_asked_for_that_never_comes(scan, back):
+    if scan == "a branch" and back == "rows meet":
+        with pytest.warns(UserWarning, match="cond, at .* computed whole"):
+            assert max(both(refusing(scan, BACK[back]))) < BOUND
+    else:
+        assert max(both(refusing(scan, BACK[back]))) < BOUND
+    moves = refusing(scan, BACK[back], moves=True)  # the twin
+    with pytest.raises(RuntimeError, match="a tangent of t"):
+        jax.grad(moves)(PARAMS, BATCH)
+    with pytest.raises(RuntimeError, match="a tangent of t"):
+        jax.jit(ga.value_and_grad(moves, K))(PARAMS, BATCH)
+
+
+def test_a_rule_whose_side_effects_are_asked_for_can_be_run_again():
+    """JAX forgets the trees of a rule that raises, but not the program."""
+
+    def loss(params, batch):
+        h, t = batch["x"] @ params[0], lax.stop_gradient(batch["x"].mean(0))
+        return jnp.mean(refuses(BACK["rows meet"])(h, t) ** 2)
+
+    jaxpr = jax.make_jaxpr(loss)(PARAMS, BATCH)
+    call = jax.grad(lambda params: core.jaxpr_as_fun(jaxpr)(params, *BATCH.values())[0])
+    for _ in range(2):  # the first time the rule has not been traced
+        assert about.side_effects(jaxpr.jaxpr.replace()).nonlinear_backward
+        assert off(call(PARAMS), jax.grad(loss)(PARAMS, BATCH)) < BOUND
+
+
+def test_without_operands_the_rule_cannot_run(monkeypatch):
+    """The twin: the array that a rule closes over has no value any more."""
+    monkeypatch.setattr(custom, "_closed_over", lambda jaxpr: {})
+    loss = loss_of(of_cotangents, VALUES["constants"])
+    with pytest.raises((jax.errors.UnexpectedTracerError, TypeError)):
+        jax.jit(ga.value_and_grad(loss, K))(PARAMS, BATCH)
