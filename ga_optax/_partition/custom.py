@@ -501,11 +501,13 @@ def _ruled(
     for e in jaxpr.eqns:
         if given.isdisjoint(e.outvars):
             continue
-        if e.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+        is_jvp = e.primitive.name == "custom_jvp_call"
+        if is_jvp or e.primitive.name == "custom_vjp_call":
             # JAX refuses tangents of what a function closes over: its constants.
             every = range(e.params["num_consts"], len(e.invars))
             moves = [i for i in every if jaxprs.is_among(e.invars[i], moving)]
-            if moves and not is_of_jax(e):
+            # A `jax.custom_gradient` is a function of JAX, with a rule of the user's.
+            if moves and not (is_jvp and is_of_jax(e)):
                 yield _Ruled(e, jaxpr, moves)
             continue
         for program in jaxprs.inner_programs(e):
