@@ -157,6 +157,16 @@ def test_second_derivatives_where_the_rule_calls_the_function_again(rule, way):
         assert off(second(ours)(PARAMS), want) < BOUND
 
 
+@pytest.mark.parametrize("rule", ["tangents", "asking", "decorator"])
+def test_micro_batches_by_themselves(rule):
+    loss = loss_of(RULES[rule], VALUES["rows"])
+    start = ga.accumulator.init(PARAMS)
+    _, acc = jax.jit(ga.accumulate(loss, K))(start, PARAMS, BATCH)
+    want = jax.grad(loss)(PARAMS, BATCH)
+    assert off(ga.accumulator.mean(acc), want) < BOUND
+    assert ga.verify(loss, PARAMS, BATCH, K).ok
+
+
 @pytest.mark.parametrize("transform", ["jit", "vmap"])
 @pytest.mark.parametrize("rule", ["cotangents", "tangents"])
 def test_what_is_traced_around_the_call(rule, transform):
