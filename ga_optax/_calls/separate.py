@@ -22,6 +22,7 @@ from .._devices.meshes import DataAxis
 from .._loop import micro_step
 from .._loop.loop import run_loop
 from .._loop.micro_step import LossProgram, Operands, run_passes
+from .._partition import custom
 from .._passes import about, jaxprs
 from ..accumulator import Accumulator, as_weight
 from . import rows
@@ -326,6 +327,8 @@ def traced_micro_batch(
     trace = jax.make_jaxpr(run, return_shape=True)
     with rows.errors_explained(call):
         closed, shapes = trace(*arguments)
+    if about.has_rules(closed.jaxpr):
+        closed = custom.without_closures(closed, (), len(params))
     rows.check_no_region(call, closed.jaxpr)
     rows.check_regions(call, closed.jaxpr)
     devices = call.devices

@@ -14,7 +14,7 @@ is kept for later levels, which otherwise would come back to it one by one.
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -372,10 +372,31 @@ def without_closures(
       smooth: the number of operands that have a derivative, which is that of the first
         result; None if all have, and all results.
     """
-    jaxpr, known = closed.jaxpr, dict[Any, Any]()
-    taken = _closed_over(jaxpr, smooth)
+    jaxpr = closed.jaxpr
+    start = None if smooth is None else jaxpr.invars[:smooth]
+    taken = _closed_over(
+        jaxpr, start, jaxpr.outvars if smooth is None else jaxpr.outvars[:1]
+    )
     if not taken:
         return closed
+
+    def fun(*args: Any) -> list[Any]:
+        return _evaluated(closed, args, taken, {})
+
+    new: Any = jax.make_jaxpr(fun, axis_env=list(axis_env))(*closed.in_avals)
+    return new.replace(jaxpr=new.jaxpr.replace(debug_info=jaxpr.debug_info))
+
+
+def _evaluated(
+    program: Any, args: Sequence[Any], taken: "_Taken", outer: Mapping[Any, Any]
+) -> list[Any]:
+    """The results of a program, some of whose rules take what they close over.
+
+    `outer` has values of variables of programs around it.
+    """
+    jaxpr = program.jaxpr
+    names = [*jaxpr.constvars, *jaxpr.invars]
+    known = dict(outer) | dict(zip(names, [*program.consts, *args], strict=True))
 
     def rule(e: core.JaxprEqn, values: list[Any]) -> list[Any]:
         out = inside(e, values)
@@ -389,18 +410,13 @@ def without_closures(
             return None
         runs = [_run_by(program, rule) for program in jaxprs.inner(e)]
         if id(e) in taken:
-            (ruled, names), error = taken[id(e)], _closes_over(e)
-            kept = [not_differentiable(known[x], error) for x in names]
-            return _taking(ruled, names, runs[0])(kept, *values)
+            (ruled, tracers), error = taken[id(e)], _closes_over(e)
+            kept = {key: known.get(key, x) for key, x in tracers.items()}
+            kept = {key: not_differentiable(x, error) for key, x in kept.items()}
+            return _taking(ruled, list(kept), runs[0])(list(kept.values()), *values)
         return _with_programs(e, runs, values)
 
-    def fun(*args: Any) -> list[Any]:
-        names = [*jaxpr.constvars, *jaxpr.invars]
-        known.update(zip(names, [*closed.consts, *args], strict=True))
-        return jaxprs.evaluate(closed, args, rule)
-
-    new: Any = jax.make_jaxpr(fun, axis_env=list(axis_env))(*closed.in_avals)
-    return new.replace(jaxpr=new.jaxpr.replace(debug_info=jaxpr.debug_info))
+    return jaxprs.evaluate(program, args, rule)
 
 
 def _closes_over(e: core.JaxprEqn) -> Exception:
@@ -501,11 +517,13 @@ def _ruled(
     for e in jaxpr.eqns:
         if given.isdisjoint(e.outvars):
             continue
-        if e.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
+        is_jvp = e.primitive.name == "custom_jvp_call"
+        if is_jvp or e.primitive.name == "custom_vjp_call":
             # JAX refuses tangents of what a function closes over: its constants.
             every = range(e.params["num_consts"], len(e.invars))
             moves = [i for i in every if jaxprs.is_among(e.invars[i], moving)]
-            if moves and not is_of_jax(e):
+            # A `jax.custom_gradient` is a function of JAX, with a rule of the user's.
+            if moves and not (is_jvp and is_of_jax(e)):
                 yield _Ruled(e, jaxpr, moves)
             continue
         for program in jaxprs.inner_programs(e):
@@ -513,44 +531,45 @@ def _ruled(
             yield from _ruled(program, inside, program.outvars)
 
 
+_Taken = dict[int, tuple[_Ruled, dict[Any, Any]]]  # by the `id` of an equation
+
+
 def _closed_over(
-    jaxpr: core.Jaxpr, smooth: int | None
-) -> dict[int, tuple[_Ruled, list[Any]]]:
-    """Functions with rules that close over variables, by the `id` of equations."""
-    start = None if smooth is None else jaxpr.invars[:smooth]
-    results = jaxpr.outvars if smooth is None else jaxpr.outvars[:1]
-    ruled = list(_ruled(jaxpr, start, results))
-    made = [x for e in jaxpr.eqns for x in e.outvars] if ruled else []
-    own, found = {*jaxpr.constvars, *jaxpr.invars, *made}, {}
-    for one in ruled:
-        variables = dict.fromkeys(map(_variable, one.constants()))
-        if mine := [x for x in variables if x in own]:
-            found[id(one.equation)] = one, mine
+    jaxpr: core.Jaxpr, start: Collection[Any] | None, results: Sequence[Any]
+) -> _Taken:
+    """Functions whose rules close over tracers, and these by a key."""
+    found: _Taken = {}
+    for ruled in _ruled(jaxpr, start, results):
+        its = [x for x in ruled.constants() if isinstance(x, jax.core.Tracer)]
+        if its:
+            found[id(ruled.equation)] = ruled, {_key(x): x for x in its}
     return found
 
 
-def _variable(x: Any) -> Any:
-    """The variable of a tracer; None for all else."""
+def _key(x: Any) -> Any:
+    """The variable of a tracer of a program; the identity of all else."""
     variable = getattr(x, "val", None) if isinstance(x, jax.core.Tracer) else None
-    return variable if isinstance(variable, core.Var) else None
+    return variable if isinstance(variable, core.Var) else id(x)
 
 
 def _taking(
-    ruled: _Ruled, names: Sequence[Any], run: Callable[..., Any]
+    ruled: _Ruled, keys: Sequence[Any], run: Callable[..., Any]
 ) -> Callable[..., list[Any]]:
     """A function whose rule takes what it closes over: a list, the first argument.
 
-    `names` are the variables in that list, `run` is the function without the rule.
+    `keys` tell what is in that list, `run` is the function without the rule.
     """
 
     def with_values(values: Sequence[Any], fun: Callable[..., Any], *args: Any) -> Any:
         """`fun(*args)`, where `fun` closes over variables with these values."""
-        known = dict(zip(names, values, strict=True))
+        known = dict(zip(keys, values, strict=True))
         closed: Any
         closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
-        consts = [known.get(_variable(x), x) for x in closed.consts]
+        consts = [known.get(_key(x), x) for x in closed.consts]
         program = jaxprs.Program(closed.jaxpr, consts)
-        out = jaxprs.results(program, jax.tree.leaves(args))
+        # A rule may call the function again, which closes over the same.
+        taken = _closed_over(closed.jaxpr, closed.jaxpr.invars, closed.jaxpr.outvars)
+        out = _evaluated(program, jax.tree.leaves(args), taken, known)
         return jax.tree.unflatten(jax.tree.structure(shape), out)
 
     def jvp(primals: Any, tangents: Any) -> Any:

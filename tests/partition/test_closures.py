@@ -1,11 +1,12 @@
 """Rules that close over arrays which the function around them computes."""
 
 import importlib.metadata
+import warnings
 
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import mesh_of, off, put, temporaries
+from helpers import error, mesh_of, off, put, temporaries
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
@@ -15,10 +16,7 @@ import ga_optax as ga
 from ga_optax._partition import custom
 from ga_optax._passes import about
 
-pytestmark = [
-    pytest.mark.usefixtures("optax_promotion"),
-    pytest.mark.filterwarnings("error"),
-]
+pytestmark = pytest.mark.usefixtures("optax_promotion")
 N, D, K = 12, 4, 3
 BOUND = 2e-6
 PARAMS = 0.3 * jnp.ones((2, D, D))
@@ -55,7 +53,16 @@ def asking(c, back):
     return rule
 
 
-RULES = {"cotangents": of_cotangents, "tangents": of_tangents, "asking": asking}
+def by_decorator(c, back):
+    return jax.custom_gradient(lambda h: (h * c, lambda g: back(g, c)))
+
+
+RULES = {
+    "cotangents": of_cotangents,
+    "tangents": of_tangents,
+    "asking": asking,
+    "decorator": by_decorator,
+}
 VALUES = {
     "constants": lambda batch: jnp.cos(jnp.arange(1.0, 1 + D)),
     "rows": lambda batch: jnp.sqrt(batch["scale"]),
@@ -94,7 +101,9 @@ def both(loss, *, as_it_is=False):
     ours = ga.value_and_grad(loss, K)
     calls = [jax.jit(ours), jax.jit(jax.value_and_grad(divided))]
     want = jax.value_and_grad(loss)(PARAMS, BATCH)
-    return [off(f(PARAMS, BATCH), want) for f in [*calls, *[ours] * as_it_is]]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "The gradient is computed of all rows at once")
+        return [off(f(PARAMS, BATCH), want) for f in [*calls, *[ours] * as_it_is]]
 
 
 @pytest.mark.quick
@@ -123,6 +132,54 @@ def test_in_programs_of_programs(rule, layers):
     value = VALUES["a mean of rows" if layers == "vmap" else "constants"]
     loss = loss_of(RULES[rule], value, layers=LAYERS[layers])
     assert max(both(loss)) < BOUND
+
+
+TWICE = {
+    "jvp": lambda grad, p: jax.jvp(grad, (p,), (p,))[1],
+    "grad": lambda grad, p: jax.grad(lambda p: jnp.vdot(grad(p), p))(p),
+}
+
+
+@pytest.mark.usefixtures("fast_compilation")
+@pytest.mark.parametrize("way", TWICE)
+@pytest.mark.parametrize("rule", ["cotangents", "tangents", "decorator"])
+def test_second_derivatives_where_the_rule_calls_the_function_again(rule, way):
+    if rule != "tangents" and way == "jvp":
+        pytest.skip("JAX has no forward mode of it")
+    loss = loss_of(RULES[rule], VALUES["rows"])
+
+    def second(value_and_grad):
+        return jax.jit(lambda p: TWICE[way](lambda p: value_and_grad(p, BATCH)[1], p))
+
+    want = second(jax.value_and_grad(loss))(PARAMS)
+    divided = ga.microbatch(loss, K, batch_argnums=1)
+    for ours in (ga.value_and_grad(loss, K), jax.value_and_grad(divided)):
+        assert off(second(ours)(PARAMS), want) < BOUND
+
+
+@pytest.mark.parametrize("rule", ["tangents", "asking", "decorator"])
+def test_micro_batches_by_themselves(rule):
+    loss = loss_of(RULES[rule], VALUES["rows"])
+    start = ga.accumulator.init(PARAMS)
+    _, acc = jax.jit(ga.accumulate(loss, K))(start, PARAMS, BATCH)
+    want = jax.grad(loss)(PARAMS, BATCH)
+    assert off(ga.accumulator.mean(acc), want) < BOUND
+    assert ga.verify(loss, PARAMS, BATCH, K).ok
+
+
+@pytest.mark.parametrize("transform", ["jit", "vmap"])
+@pytest.mark.parametrize("rule", ["cotangents", "tangents"])
+def test_what_is_traced_around_the_call(rule, transform):
+    def step(make):
+        def of(scale, params):
+            rule_of = loss_of(RULES[rule], lambda batch: jnp.sin(scale))
+            return make(rule_of)(params, BATCH)
+
+        return jax.jit(jax.vmap(of, (0, None)) if transform == "vmap" else of)
+
+    scale = jnp.arange(1.0, 4) if transform == "vmap" else jnp.float32(0.7)
+    want = step(jax.value_and_grad)(scale, PARAMS)
+    assert off(step(lambda f: ga.value_and_grad(f, K))(scale, PARAMS), want) < BOUND
 
 
 def test_an_array_that_is_a_parameter_s_is_refused_as_jax_refuses_it():
@@ -222,6 +279,46 @@ def test_no_tangent_is_asked_for_that_never_comes(scan, back):
         jax.grad(moves)(PARAMS, BATCH)
     with pytest.raises(RuntimeError, match="a tangent of t"):
         jax.jit(ga.value_and_grad(moves, K))(PARAMS, BATCH)
+
+
+def in_scan(ruled, params, batch):
+    """The carry of the rule has a derivative by what is written to a reference."""
+
+    def body(carry, w):
+        h, other = carry
+        h = ruled(other) * batch["x"] + h * w[0]
+        ref = jax.new_ref(other)
+        ref[...] = h
+        return (h, ref[...]), None
+
+    start = batch["x"], jnp.ones_like(batch["x"])
+    return lax.scan(body, start, params)[0][0]
+
+
+def in_branch(ruled, params, batch):
+    def branch(t):
+        ref = jax.new_ref(jnp.ones(D))
+        ref[...] = t
+        return ruled(ref[...])
+
+    first = params[0, 0]
+    return batch["x"] * lax.cond(first[0] > 0, branch, lambda t: t, first)
+
+
+def in_the_open(ruled, params, batch):
+    ref = jax.new_ref(jnp.zeros_like(batch["x"]))
+    ref[...] = batch["x"] @ params[0]
+    return ruled(ref[...])
+
+
+@pytest.mark.parametrize("of", [in_scan, in_branch, in_the_open])
+def test_what_is_written_to_a_reference_has_a_derivative(of):
+    def loss(params, batch):
+        rule = jax.custom_vjp(lambda h: jnp.sin(h))
+        rule.defvjp(lambda h: (rule(h), None), lambda _, g: (jnp.clip(g, -0.02, 0.02),))
+        return jnp.mean(of(rule, params, batch) ** 2)
+
+    assert error(loss, K, PARAMS, BATCH) < BOUND
 
 
 def test_a_rule_whose_side_effects_are_asked_for_can_be_run_again():
