@@ -76,6 +76,9 @@ FAULTS = """
 - if axes[-1:] != (len(v.shape) - 1,):  # the columns are all alike, and new
 + if not axes:
 @ _partition/indexing.py: test_indices
+* an index that is out of bounds picks no number, if none was said to be
+-     is_out, row = row != clipped, row if mode == modes.FILL_OR_DROP else clipped
++     is_out, row = row != clipped, clipped if mode == modes.CLIP else row
 * what is taken of others' rows stays unique
 - broken = {"unique_indices": False, "indices_are_sorted": False}
 + broken = {"indices_are_sorted": False}
@@ -769,8 +772,8 @@ FAULTS = """
 + def _exchanged(...): return None
 @ _partition/indexing.py: test_indices test_table test_law_mended
 * a place outside of all rows is clipped to one more
-- row = jnp.clip(row, 0, operand.shape[d] - 1)
-+ row = jnp.clip(row, 0, operand.shape[d])
+- clipped = jnp.clip(row, 0, operand.shape[d] - 1)
++ clipped = jnp.clip(row, 0, operand.shape[d])
 * the first update to a place stays
 - stays = _read(top, here.indices, order.shape, e) == order
 + stays = _read(top, here.indices, order.shape, e) > order

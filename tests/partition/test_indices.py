@@ -16,7 +16,7 @@ from corpus.harness import (
     whole_derivative,
 )
 from corpus.rules import counts
-from helpers import off
+from helpers import error, off
 from jax.extend.core import Literal
 from jax.lax import GatherScatterMode
 
@@ -232,3 +232,17 @@ def test_a_pick_of_each_row_needs_no_other_row(seed):
     assert off(joined(of_each(closed, part, *args), part, closed), fun(*args)) < 1e-10
     if (due := whole_derivative(fun, args)) is not None:
         assert off(derivative(fun, args), due) < 1e-10
+
+
+@pytest.mark.parametrize("mode", [None, "clip", "fill", "promise_in_bounds"])
+def test_a_number_that_is_picked_of_no_row_is_that_of_the_whole_batch(mode):
+    """XLA clips such an index, whatever was promised, and drops its cotangent."""
+    n = 12
+    rows = jnp.array([n + 2, 1, 6, 0, 5, -2, 1, -n - 3, 1, n, -2, n - 2], jnp.int32)
+    w, x = jnp.float64(0.3), jnp.sin(jnp.arange(n * 8.0)).reshape(n, 8)
+
+    def loss(w, x):
+        picked = jnp.tanh(x * w).at[rows, (rows * 5 + 1) % 8].get(mode=mode)
+        return jnp.mean(jnp.cos(jnp.arange(n)) * jnp.where(picked > 0, picked, -1))
+
+    assert error(loss, K, w, x) < 1e-12
