@@ -77,8 +77,8 @@ FAULTS = """
 + if not axes:
 @ _partition/indexing.py: test_indices
 * an index that is out of bounds picks no number, if none was said to be
--     is_out, row = row != clipped, row if mode == modes.FILL_OR_DROP else clipped
-+     is_out, row = row != clipped, clipped if mode == modes.CLIP else row
+- row = asked if mode == modes.FILL_OR_DROP else clipped
++ row = clipped if mode == modes.CLIP else asked
 * what is taken of others' rows stays unique
 - broken = {"unique_indices": False, "indices_are_sorted": False}
 + broken = {"indices_are_sorted": False}
@@ -199,7 +199,7 @@ FAULTS = """
 -             found |= {x for x in [*ins, *e.outvars] if jaxprs.is_reference(x)}
 +             found |= {x for x in e.outvars if jaxprs.is_reference(x)}
 * constants have tangents, too
--     smooth = [i for i, x in enumerate(ins) if x in moving]
+-     smooth = [i for i, x in enumerate(ins) if x in can_move]
 +     smooth = [i for i, x in enumerate(ins) if jaxprs.is_inexact(x)]
 @ _partition/custom.py: test_law_rules
 * a package whose name begins with that of JAX is JAX
@@ -772,8 +772,8 @@ FAULTS = """
 + def _exchanged(...): return None
 @ _partition/indexing.py: test_indices test_table test_law_mended
 * a place outside of all rows is clipped to one more
-- clipped = jnp.clip(row, 0, operand.shape[d] - 1)
-+ clipped = jnp.clip(row, 0, operand.shape[d])
+- clipped = jnp.clip(asked, 0, operand.shape[d] - 1)
++ clipped = jnp.clip(asked, 0, operand.shape[d])
 * the first update to a place stays
 - stays = _read(top, here.indices, order.shape, e) == order
 + stays = _read(top, here.indices, order.shape, e) > order

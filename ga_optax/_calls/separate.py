@@ -327,8 +327,7 @@ def traced_micro_batch(
     trace = jax.make_jaxpr(run, return_shape=True)
     with rows.errors_explained(call):
         closed, shapes = trace(*arguments)
-    if about.has_rules(closed.jaxpr):
-        closed = custom.without_closures(closed, (), len(params))
+    closed = custom.without_closures(closed, (), len(params))
     rows.check_no_region(call, closed.jaxpr)
     rows.check_regions(call, closed.jaxpr)
     devices = call.devices

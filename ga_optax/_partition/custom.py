@@ -254,14 +254,14 @@ def _is_linear(w: Writer, program: jaxprs.Program, number: int) -> bool:
     return w.once(("linear", number, nested.key_of(w, program)), is_linear)
 
 
-def bends(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> bool:
+def has_nonlinear_rule(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> bool:
     """True if an equation has a backward rule that is not linear, or calls one."""
     pairs = zip(e.invars, vs, strict=True)
     moving = {x for x, v in pairs if v.smooth and jaxprs.is_variable(x)}
-    return bool(moving) and _bends(w, e, moving)
+    return bool(moving) and _is_nonlinear(w, e, moving)
 
 
-def _bends(w: Writer, e: core.JaxprEqn, moving: set[Any]) -> bool:
+def _is_nonlinear(w: Writer, e: core.JaxprEqn, moving: set[Any]) -> bool:
     """The same, if variables in `moving` can have a tangent."""
     if e.primitive.name == "custom_vjp_call":
         if e.params["symbolic_zeros"]:
@@ -278,7 +278,7 @@ def _bends(w: Writer, e: core.JaxprEqn, moving: set[Any]) -> bool:
     for p in filter(about.has_rules, jaxprs.inner_programs(e)):
         here = w.at(jaxpr=p, given=jaxprs.moved_by(p, p.outvars))
         inside = about.moving(p, about.moving_inside(e, p, moving))
-        if any(_bends(here, x, inside) for x in p.eqns):
+        if any(_is_nonlinear(here, x, inside) for x in p.eqns):
             return True
     return False
 
@@ -298,12 +298,11 @@ def passed_on(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Any]:
     if calls_back and not types:
         _run_once(w, e, xs)
         return []
-    is_bent = bends(w, e, vs)
-    both = ((i, calls_back or (is_bent and is_inexact(x))) for i, x in enumerate(types))
-    passed = [i for i, is_passed in both if is_passed]
+    bends = has_nonlinear_rule(w, e, vs)
+    passed = [i for i, x in enumerate(types) if calls_back or (bends and is_inexact(x))]
     if not passed:
         return w.bound(e, xs)
-    if is_bent and w.axis.is_checked:
+    if bends and w.axis.is_checked:
         raise NotImplementedError(
             "A derivative rule that is not linear in its cotangent, of what has no "
             "rows, must see what comes from all rows: for that a jax.shard_map must "
@@ -355,6 +354,26 @@ def _traced_before(jaxpr: core.Jaxpr, consts: Sequence[Any]) -> jaxprs.Program:
     )
 
 
+# -- Derivatives that are refused ------------------------------------------------------
+
+
+class NoDerivativeError(NotImplementedError):
+    """A derivative that cannot be had."""
+
+
+def not_differentiable(x: Any, error: Exception) -> Any:
+    """The same array, which raises `error` if it is differentiated."""
+    if not is_inexact(x):
+        return x
+    same = jax.custom_jvp(lambda x: x)
+
+    @same.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        raise error
+
+    return same(x)
+
+
 # -- What rules close over -------------------------------------------------------------
 # A rule may close over an array that the function around it computes. JAX leaves the
 # tracer of that array in the rule, and so the rule runs only while JAX traces the
@@ -373,10 +392,10 @@ def without_closures(
         result; None if all have, and all results.
     """
     jaxpr = closed.jaxpr
-    start = None if smooth is None else jaxpr.invars[:smooth]
-    taken = _closed_over(
-        jaxpr, start, jaxpr.outvars if smooth is None else jaxpr.outvars[:1]
-    )
+    start, results = jaxpr.invars[:smooth], jaxpr.outvars[:1]
+    if smooth is None:
+        start, results = None, jaxpr.outvars
+    taken = _closed_over(jaxpr, start, results)
     if not taken:
         return closed
 
@@ -408,7 +427,7 @@ def _evaluated(
     def inside(e: core.JaxprEqn, values: list[Any]) -> list[Any] | None:
         if not any(id(x) in taken for x in jaxprs.within(e)):
             return None
-        runs = [_run_by(program, rule) for program in jaxprs.inner(e)]
+        runs = [_run_by(x, rule) for x in jaxprs.inner(e)]
         if id(e) in taken:
             (ruled, tracers), error = taken[id(e)], _closes_over(e)
             kept = {key: known.get(key, x) for key, x in tracers.items()}
@@ -425,23 +444,6 @@ def _closes_over(e: core.JaxprEqn) -> Exception:
         "over an array that depends on what is differentiated, but it does. Make that "
         "array an argument of the function and of the rule."
     )
-
-
-class NoDerivativeError(NotImplementedError):
-    """A derivative that cannot be had."""
-
-
-def not_differentiable(x: Any, error: Exception) -> Any:
-    """The same array, which raises `error` if it is differentiated."""
-    if not is_inexact(x):
-        return x
-    same = jax.custom_jvp(lambda x: x)
-
-    @same.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
-        raise error
-
-    return same(x)
 
 
 def _run_by(program: jaxprs.Program, rule: jaxprs.Override) -> Callable[..., list[Any]]:

@@ -125,19 +125,18 @@ def _picked(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> Any:
     at = w.whole(indices)
     at = at.astype(jnp.promote_types(at.dtype, jnp.int32))
     column = list(numbers.start_index_map).index(d)
-    row, modes, mode = at[..., column], jax.lax.GatherScatterMode, e.params["mode"]
-    clipped = jnp.clip(row, 0, operand.shape[d] - 1)
-    is_out, row = row != clipped, row if mode == modes.FILL_OR_DROP else clipped
+    asked, modes, mode = at[..., column], jax.lax.GatherScatterMode, e.params["mode"]
+    clipped = jnp.clip(asked, 0, operand.shape[d] - 1)
+    row = asked if mode == modes.FILL_OR_DROP else clipped
     here, mine = w.place_of(operand, row)
     at = at.at[..., column].set(here)
     # Indices of other micro-batches become 0: neither unique nor sorted any more.
     at = jnp.where(mine[..., None], at, 0)
     broken = {"unique_indices": False, "indices_are_sorted": False}
     picked = w.run(e, [operand.x, at], **broken)
-    if (
-        mode == modes.PROMISE_IN_BOUNDS
-    ):  # XLA clips what is out, and drops its cotangent
-        is_out = jax.lax.broadcast_in_dim(is_out, aval.shape, _batch(e))
+    if mode == modes.PROMISE_IN_BOUNDS:
+        # XLA clips an index that is out of bounds, and drops the cotangent of it.
+        is_out = jax.lax.broadcast_in_dim(asked != clipped, aval.shape, _batch(e))
         picked = jnp.where(is_out, jax.lax.stop_gradient(picked), picked)
     mine = jax.lax.broadcast_in_dim(mine, aval.shape, _batch(e))
     return jnp.where(mine, picked, jnp.zeros_like(picked))

@@ -87,7 +87,7 @@ def rowwise(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     """A call of a function of the user whose rows do not need each other."""
     if (out := split_call(_promised, w, e, vs)) is None:
         return w.noted(_name(e), e, vs)
-    if not custom.bends(w, e, vs):
+    if not custom.has_nonlinear_rule(w, e, vs):
         return out
     # Its cotangent must be complete, see `custom`.
     name = w.axis.name
@@ -132,7 +132,7 @@ def associative_scan(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     n, reverse = len(axes), e.params["reverse"]
     along = [v.rows for v, d in zip(vs, axes, strict=False) if v.rows and v.dim == d]
     # A region that checks types has types for each equation of the recursion alone.
-    if not along or w.axis.is_checked or custom.bends(w, e, vs):
+    if not along or w.axis.is_checked or custom.has_nonlinear_rule(w, e, vs):
         return nested.inlined(w, program, vs)
     if any(rows.segments > 1 for rows in along):
         return None

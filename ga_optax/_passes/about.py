@@ -389,9 +389,10 @@ def _effects_of(
 ) -> SideEffects:
     name, line = equation.primitive.name, line_of(equation.source_info)
     if (is_program := jaxprs.kind(equation) is not None) or equation.effects:
-        effects, ruled = SideEffects(), has_rule(equation)
+        effects = SideEffects()
         for program in jaxprs.inner_programs(equation) if is_program else ():
-            start = moving_inside(equation, program, can_move()) if ruled else None
+            asks = has_rules(program)
+            start = moving_inside(equation, program, can_move()) if asks else None
             effects |= side_effects(program, start)
         if equation.effects:
             why = "fun prints, calls back or communicates"
@@ -411,15 +412,15 @@ def _effects_of(
 
 
 def backward(
-    jaxpr: core.Jaxpr, equation: core.JaxprEqn, moving: set[Any]
+    jaxpr: core.Jaxpr, equation: core.JaxprEqn, can_move: set[Any]
 ) -> core.Jaxpr:
     """The program that computes an equation and takes a cotangent back through it.
 
-    The cotangent of the operands that are `moving`: a rule may refuse the others, and
-    JAX forgets the trees of a rule that it has traced before if the rule raises.
+    It goes back to operands in `can_move` alone: a rule may refuse the others, and if a
+    rule raises, JAX forgets the trees of an earlier trace of the rule.
     """
     ins = list(dict.fromkeys(jaxprs.variables(equation.invars)))
-    smooth = [i for i, x in enumerate(ins) if x in moving]
+    smooth = [i for i, x in enumerate(ins) if x in can_move]
     outs = [x for x in equation.outvars if jaxprs.is_inexact(x)]
 
     def forward(*values: Any) -> list[Any]:
@@ -451,13 +452,16 @@ def moving(jaxpr: core.Jaxpr, start: Iterable[Any] | None = None) -> set[Any]:
 
 
 def moving_inside(
-    equation: core.JaxprEqn, program: core.Jaxpr, moving: set[Any]
+    equation: core.JaxprEqn, program: core.Jaxpr, can_move: set[Any]
 ) -> frozenset[Any] | None:
-    """The operands of a program inside that can have a tangent; None in a loop."""
+    """The operands of a program inside that can have a tangent; None in a loop.
+
+    `can_move` are the variables around the equation that can have one.
+    """
     if jaxprs.kind(equation) not in (*jaxprs.INLINE, "cond"):
         return None
     pairs = zip(jaxprs.operands(equation, program), program.invars, strict=True)
-    return frozenset(x for outer, x in pairs if jaxprs.is_among(outer, moving))
+    return frozenset(x for outer, x in pairs if jaxprs.is_among(outer, can_move))
 
 
 # == References ========================================================================

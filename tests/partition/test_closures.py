@@ -1,6 +1,5 @@
 """Rules that close over arrays which the function around them computes."""
 
-import importlib.metadata
 import warnings
 
 import jax
@@ -25,7 +24,7 @@ BATCH = {
     "x": jax.random.normal(jax.random.key(0), (N, D)),
 }
 # jax 0.10.0 forgets the variable of a value that only rules read.
-OLDEST = importlib.metadata.version("jax") == "0.10.0"
+OLDEST = jax.__version_info__ == (0, 10, 0)
 
 
 def of_cotangents(c, back):
@@ -236,7 +235,8 @@ def refuses(back):
 
 def fixed(layer, h, p, t):
     """A scan with `t` in the carry, to which no iteration adds."""
-    return lax.scan(lambda c, w: ((layer(c[0], w, c[1])[0], c[1]), None), (h, t), p)[0]
+    step = lambda c, w: ((layer(c[0], w, c[1])[0], c[1]), None)  # noqa: E731
+    return lax.scan(step, (h, t), p)[0][0]
 
 
 SCANS = {
@@ -244,7 +244,7 @@ SCANS = {
     "a slice": lambda layer, h, p, t: lax.scan(
         lambda h, xs: layer(h, *xs), h, (p, jnp.stack([t, t]))
     )[0],
-    "a carry": lambda *args: fixed(*args)[0],
+    "a carry": fixed,
     "a branch": lambda layer, h, p, t: lax.cond(
         p[0, 0, 0] > 0, lambda h, t: layer(h, p[0], t)[0], lambda h, t: h, h, t
     ),
@@ -337,7 +337,7 @@ def test_a_rule_whose_side_effects_are_asked_for_can_be_run_again():
 
 def test_without_operands_the_rule_cannot_run(monkeypatch):
     """The twin: the array that a rule closes over has no value any more."""
-    monkeypatch.setattr(custom, "_closed_over", lambda jaxpr: {})
+    monkeypatch.setattr(custom, "_closed_over", lambda *given: {})
     loss = loss_of(of_cotangents, VALUES["constants"])
-    with pytest.raises((jax.errors.UnexpectedTracerError, TypeError)):
+    with pytest.raises(jax.errors.UnexpectedTracerError):
         jax.jit(ga.value_and_grad(loss, K))(PARAMS, BATCH)
