@@ -13,7 +13,7 @@ WORKERS ?= 2
 MARKED = -m "not published and not exhaustive"
 
 .PHONY: accelerators between bench bench-gpu demo docs quick quick-gpu test test-all lint \
-  types pytest printed fuzz next oldest release-check
+  types pytest printed fuzz next oldest release-check wrong
 
 # Only the files with such tests are imported, which takes most of the time otherwise.
 quick: MARKED = -q -m quick $(shell $(PYTHON) tests/index.py --quick)
@@ -34,7 +34,7 @@ lint: $(VENV)/ready
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 types: $(VENV)/ready
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
-# What pages and notebooks show; ONLY= has words of names, or functions of docs/functions.md.
+# What pages and notebooks show; ONLY= has words of names, or functions of benchmarks/FUNCTIONS.md.
 printed: $(VENV)/ready
 	$(BIN)/python tests/printed.py $(ONLY)
 docs: $(VENV)/ready
@@ -90,6 +90,14 @@ accelerators:
 	then .venv-accelerators/bin/python -m pytest tests/accelerators; \
 	else echo "Skipped: no compilers of accelerators for $$($(PYTHON) --version) on this" \
 	  "machine. They need Linux, Python 3.12 or newer (PYTHON=python3.13) and a network."; fi
+
+# What a version of XLA compiles wrongly, and our fence: JAX= names the version.
+wrong: JAX ?= 0.11.2
+wrong:
+	$(PYTHON) -m venv .venv-wrong-$(JAX)
+	.venv-wrong-$(JAX)/bin/python -m pip install --quiet --editable . "jax[tpu]==$(JAX)" \
+	  "jax-cuda12-plugin==$(JAX)" "pytest>=9" hypothesis
+	.venv-wrong-$(JAX)/bin/python -m pytest tests/accelerators/test_wrong_versions.py
 
 # The demo needs fewer packages than the tests, so a fresh clone shows it sooner.
 $(VENV)/ready-for-demo: pyproject.toml

@@ -11,6 +11,8 @@ counted in the program. All but temporaries are there for bfloat16 as well.
 `--above 0.9 --rows 1024` prints what takes more than 0.9 of the undivided batch's
 temporaries, and why. `--to` prints the differences, and the exit status is 1 if a
 figure got worse.
+`--counted` prints the bytes by which micro-batches or the undivided batch are chosen
+over those of XLA, for these losses, models whose rows meet, and layers over a sequence.
 PYTHONPATH= names another checkout to measure, and `--target h200` the compiler of
 another machine, which `make accelerators` installs.
 """
@@ -26,6 +28,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import any_loss
 import jax
@@ -34,7 +37,8 @@ import peers
 import record
 
 import ga_optax as ga
-from ga_optax._passes import jaxprs
+from ga_optax._passes import alive, jaxprs
+from ga_optax._window import run
 
 HERE = pathlib.Path(__file__).parents[1]
 K, ROWS, WIDTH = 4, 96, 64
@@ -172,6 +176,30 @@ def over_undivided(case: Case) -> tuple[float, str]:
     return ours / max(whole, 1), why
 
 
+def counted_over_xla(number: int, word: str) -> Iterator[list[Any]]:
+    """The name, what runs, and for both ways MB by XLA, and counted over these."""
+    real, sequence = map(importlib.import_module, ("real", "sequence"))
+    along = {"batch_axes": sequence.AXES}
+    every = [
+        *((name, (*case, {})) for name, case in cases(number)),
+        *real.cases(),
+        *((name, (*case, along)) for name, case in sequence.cases()),
+    ]
+    for name, (loss, *args, how) in every:
+        if word not in name:
+            continue
+        report = ga.batch_dependencies(loss, real.K, **how)(*args)
+        row: list[Any] = [name, "undivided" if report.undivided else "divided"]
+        divided = functools.partial(ga.value_and_grad, loss, real.K, **how)
+        with mock.patch.object(run, "_takes_less", return_value=True):
+            for make in (functools.partial(jax.value_and_grad, loss), divided):
+                taken = temporaries(jax.jit(make()).lower(*args).compile())
+                closed: Any = jax.make_jaxpr(make())(*args)
+                found = alive.most_alive(jaxprs.live(closed.jaxpr))
+                row += [f"{taken / 1e6:.2f}", f"{found / max(taken, 1):.2f}"]
+        yield row
+
+
 def rows_of(before: dict[str, Any], after: dict[str, Any]) -> list[list[Any]]:
     """The differences: the loss, the figure, the old value and the new value."""
     nothing: dict[str, Any] = {}
@@ -193,6 +221,7 @@ def main() -> int:
     parser.add_argument(
         "--above", type=float, help="print what takes more of the undivided batch"
     )
+    parser.add_argument("--counted", action="store_true", help="counted over XLA's")
     parser.add_argument("--to", type=pathlib.Path, help="print what differs from this")
     args = parser.parse_args()
     if args.target:
@@ -200,6 +229,11 @@ def main() -> int:
     results: dict[str, Any] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is computed whole is among the figures
+        if args.counted:
+            print("loss, runs, MB undivided, counted, MB divided, counted")
+            for row in counted_over_xla(args.rows, args.only):
+                print(*row, sep=", ", flush=True)
+            return 0
         chosen = (pair for pair in cases(args.rows) if args.only in pair[0])
         for name, case in itertools.islice(chosen, 2 if args.quick else None):
             if args.above is None:

@@ -198,13 +198,13 @@ def _nnx() -> Any:
 
 
 def by_scan(p: Any, h: jax.Array, batch: Any) -> jax.Array:
-    """A decay and a running sum by `jax.lax.associative_scan`."""
+    """A decay and a running sum by `ga.associative_scan`."""
 
     def joined(one: Any, two: Any) -> Any:
         return one[0] * two[0], one[1] * two[0] + two[1]
 
     pair = jax.nn.sigmoid(h @ p["q"]), h @ p["k"]
-    return jax.lax.associative_scan(joined, pair, axis=1)[1] @ p["o"]
+    return ga.associative_scan(joined, pair, axis=1)[1] @ p["o"]
 
 
 def window(p: Any, h: jax.Array, batch: Any) -> jax.Array:
@@ -232,7 +232,7 @@ LAYERS: dict[str, Mix] = {
     "a state-space layer by `lax.scan`": state_space,
     "a mixture of experts": experts,
     "dropout": dropped,
-    "`associative_scan`": by_scan,
+    "`ga.associative_scan`": by_scan,
 }
 
 

@@ -45,6 +45,8 @@ COMMANDS: dict[str, list[str]] = {
     "any_loss.json": ["any_loss.py"],
     "price.json": ["price.py"],
     "head.json": ["head.py"],
+    "adopt.json": ["adopt.py"],
+    "experts.json": ["experts.py"],
 }
 
 COLUMNS = ["figure", "unit", "limit", "peer", "ga_optax", "printed by"]
@@ -126,6 +128,9 @@ def lines_of(results: pathlib.Path) -> Iterator[Line]:
         figure, of = f"memory, {row['case']}", row["of_undivided"]
         limit, ours = of[price.ALONE], of[peers.OURS]
         yield Line(figure, "x undivided", limit, None, ours, "price.py")
+    for row in read("experts")["results"]:
+        figure, ours = f"memory, {row['experts']}", row["of_undivided"][peers.OURS]
+        yield Line(figure, "x undivided", None, None, ours, "experts.py")
     ways = {row["way"]: row["over_best"] for row in read("head")["results"]}
     for dtype, ours in ways[head.OURS].items():
         figure = f"memory of a head in {dtype}"
@@ -155,6 +160,8 @@ def main() -> None:
             f"\n[{time.perf_counter() - start:5.0f} s] {' '.join(command)}", flush=True
         )
         run_script([*command, *quick, "--json", str(target)])
+    if args.results == record.RESULTS:
+        run_script(["result_tables.py"])
     folders = ["--results", str(args.results.resolve())]
     run_script(["pictures.py", *folders, "--out", str(args.pictures.resolve())])
     print(f"\n[{time.perf_counter() - start:5.0f} s] all of it\n")

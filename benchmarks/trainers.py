@@ -3,8 +3,9 @@
     pip install google-tunix keras    # beside ga_optax
     python benchmarks/trainers.py
 
-MaxText and big_vision run as well if they can be imported: docs/trainers.md says what
-they need.
+MaxText and big_vision run as well if they can be imported. The first needs `pip install
+maxtext tokamax tiktoken omegaconf drjax aqtp tensorflow-cpu tensorboardX`, the second a
+checkout on `PYTHONPATH`, and `pip install einops ml_collections tensorflow-cpu`.
 
 A trainer's loss is differentiated for all rows at once, by the trainer's own gradient
 accumulation, and by `ga.value_and_grad`, with eight micro-batches. The table shows how

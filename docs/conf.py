@@ -14,7 +14,7 @@ from sphinx.util import inspect
 from sphinx.util.typing import stringify_annotation
 
 HERE = pathlib.Path(__file__).parent
-sys.path[:0] = [str(HERE / "_ext"), str(HERE.parent)]
+sys.path[:0] = [str(HERE / "_ext"), str(HERE.parent), str(HERE.parent / "benchmarks")]
 
 project = "ga_optax"
 author = "The ga_optax developers"
@@ -31,10 +31,11 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "benchmark_table",
+    "code_links",
     "lines_of_code",
     "search_sections",
 ]
-exclude_patterns = ["_build", "_ext", "functions.md", "**.ipynb_checkpoints"]
+exclude_patterns = ["_build", "_ext", "**.ipynb_checkpoints"]
 html_theme = "furo"
 html_title = f"{project} {release}"
 html_favicon = "_static/favicon.svg"

@@ -150,8 +150,8 @@ def pretrained(network: Any, adapters: Any, steps: int) -> Any:
 # -- Four ways -------------------------------------------------------------------------
 
 
-def tuning_loss(adapters: Any, network: Any, batch: Examples) -> jax.Array:
-    """The loss, with the trained parameters first and the frozen ones second."""
+def tuning_loss(adapters: Any, batch: Examples, network: Any) -> jax.Array:
+    """The loss, with the trained parameters first and the frozen ones last."""
     return digits_loss(network, adapters, batch)
 
 
@@ -214,14 +214,14 @@ def _whole(tx: Any) -> Way:
 
 def _split(tx: Any) -> Way:
     inside = not isinstance(tx, ga.MultiSteps)
-    value_and_grad = ga.value_and_grad(tuning_loss, K if inside else 1, batch_argnums=2)
+    value_and_grad = ga.value_and_grad(tuning_loss, K if inside else 1)
 
     def start(network: Any, adapters: Any) -> tuple[Any, Any]:
         del network
         return adapters, tx.init(adapters)
 
     def call(adapters: Any, state: Any, network: Any, batch: Any) -> tuple[Any, Any]:
-        _, grads = value_and_grad(adapters, network, batch)
+        _, grads = value_and_grad(adapters, batch, network)
         return ga.apply_gradients(tx, grads, state, adapters)
 
     return Way(1 if inside else K, start, call, lambda adapters: adapters, None)
@@ -315,8 +315,8 @@ def off_by(way: Way, network: Any, adapters: Any) -> float:
             lambda x: jnp.asarray(x, float), (network, adapters)
         )
         parts = zip(*(np.split(x, K) for x in window), strict=True)
-        each = [grad(adapters, network, Examples(*part)) for part in parts]
-        undivided = grad(adapters, network, window)
+        each = [grad(adapters, Examples(*part), network) for part in parts]
+        undivided = grad(adapters, window, network)
         params, state = way.start(network, adapters)
         call = jax.jit(way.call)
         for part in zip(*(np.split(x, way.calls) for x in window), strict=True):

@@ -4,7 +4,7 @@ In one call, over the whole batch: `value_and_grad` is JAX's, for any loss, in t
     memory of a micro-batch and of what rows need of one another; `microbatch` does the
     same for any function. Where rows depend on one another, and the cost:
     `batch_dependencies`. To promise that rows of opaque code are independent:
-    `rowwise`.
+    `rowwise`. A scan along the rows: `associative_scan`.
 Separate micro-batches, some in a call: `accumulate`.
 Accumulation across calls, in a host loop or inside `optax.chain`:
     `MultiSteps`, `apply_gradients`, `flush`, `has_updated`, `stats`, `from_optax`,
@@ -45,6 +45,7 @@ from ._compiled.audit import Audit, Collective, audit
 from ._compiled.plan import Candidate, NothingFitsError, Plan, plan
 from ._devices.collectives import merge_across
 from ._devices.meshes import DataAxis
+from ._passes.associative_scan import associative_scan
 from ._passes.rowwise import rowwise
 from ._verify.diagnosis import Cause, LeafReport, Report, verify
 
@@ -70,6 +71,7 @@ __all__ = [
     "accumulate",
     "accumulator",
     "apply_gradients",
+    "associative_scan",
     "audit",
     "batch_dependencies",
     "blocks",

@@ -149,26 +149,33 @@ def uneven(rows: int, k: int) -> str:
     )
 
 
-def or_another(named: Mapping[str, Any], batch: Sequence[str], k: int) -> str:
-    """A sentence on an argument that may be the batch, if the one that is looks odd.
+def or_another(
+    named: Mapping[str, Any],
+    batch: Sequence[str],
+    k: int,
+    todo: Callable[[str], str],
+) -> str:
+    """A question on the argument that may be the batch, if the one that is looks odd.
 
-    It has one number of rows, k or more, in all leaves, and the batch has not. If some
-    argument of the batch has such rows, the others may be parameters.
+    That one has k rows or more, as many in all of its leaves, and the batch has leaves
+    of other lengths. If some argument of the batch has such rows, the others may be
+    parameters. Scalars and keys have no length.
 
     Args:
       named: the arguments by their names.
       batch: the names of those that are the batch.
       k: the number of micro-batches.
+      todo: what to do if the argument of a name is the batch.
     """
 
-    def lengths(*names: str) -> list[int]:
-        leaves = jax.tree.leaves([named[name] for name in names])
-        of_leaves = {(*np.shape(x), 0)[0] for x in leaves}
-        return sorted(n for n in of_leaves if isinstance(n, int))
+    def lengths(name: str) -> list[int]:
+        shapes = [
+            np.shape(x) for x in jax.tree.leaves(named[name]) if not is_raw_key(x)
+        ]
+        return sorted({x[0] for x in shapes if x and isinstance(x[0], int)})
 
-    if len(rows := lengths(*batch)) == 1 and rows[0] >= k:
-        return ""
-    each = {name: [n for n in lengths(name) if n] for name in batch}
+    each = {name: lengths(name) for name in batch}
+    of_batch = set(itertools.chain(*each.values()))
     of_rows = {n[0] for n in each.values() if len(n) == 1 and n[0] >= k}
     for name, some in each.items() if of_rows else ():
         if len(some) > 1 and of_rows.isdisjoint(some):
@@ -177,13 +184,69 @@ def or_another(named: Mapping[str, Any], batch: Sequence[str], k: int) -> str:
                 "parameters, such as those of a reference model, take it out of "
                 "batch_argnums."
             )
+    least = max(k, 2)
+    if len(of_batch) == 1:  # it may be right, unless it is shorter
+        least = max(least, *of_batch) if of_rows else least
     for name in named:
-        if name not in batch and len(rows := lengths(name)) == 1 and rows[0] >= k:
+        some = [] if name in batch else lengths(name)
+        if len(some) == 1 and some[0] >= least and of_batch.isdisjoint(some):
+            came = " and ".join(f"{x} has {_of_lengths(n)}" for x, n in each.items())
             return (
-                f" If {name}, with {rows[0]} rows in each leaf, is the batch, the "
-                "arguments are swapped; or name that one in batch_argnums."
+                f" But {came}, {name} has {some[0]:,} in all: is that the batch? "
+                f"{todo(name)}"
             )
     return ""
+
+
+def of_other_axes(batch: Any, k: int) -> str:
+    """A question on the axes, if the rows of one leaf may lie along another axis."""
+    leaves, structure = jax.tree.flatten(batch)
+    shapes = [np.shape(x) for x in leaves]
+    first = {x[:1] for x in shapes}
+    common = set(shapes[0]).intersection(*shapes[1:]) if shapes else set()
+    common = {n for n in common if isinstance(n, int) and n >= max(k, 2)}
+    for n in sorted(common) if len(first) > 1 else ():
+        if (n,) in first:
+            axes = structure.unflatten([x.index(n) for x in shapes])
+            return (
+                f" But each leaf has an axis of {n:,}: are these the rows? Pass "
+                f"batch_axes={axes!r}."
+            )
+    return ""
+
+
+def of_list(batch: Any, k: int) -> str:
+    """A question on a list of rows, each a tree, in place of a tree of arrays."""
+    if not (isinstance(batch, (list, tuple)) and len(batch) >= max(k, 3)):
+        return ""
+    leaves, *others = (jax.tree.flatten(x) for x in batch)
+    shapes = [list(map(np.shape, x)) for x, _ in (leaves, *others)]
+    alike = all(x[1] == leaves[1] for x in others) and shapes[1:] == shapes[:-1]
+    # Views of one batch have rows, as many in all of their leaves.
+    rows = {(*x, 0)[0] for x in shapes[0]}
+    are_views = len(rows) == 1 and all(not isinstance(n, int) or n >= k for n in rows)
+    if jax.tree_util.all_leaves(batch) or not alike or are_views:
+        return ""
+    return (
+        f" But the batch is a {type(batch).__name__} of {len(batch)} trees that are "
+        "alike: are these the rows? Stack them: jax.tree.map(lambda *rows: "
+        "jnp.stack(rows), *batch)."
+    )
+
+
+def or_else(question: str, todo: str) -> str:
+    """A question, if there is one, and how the advice on its other answer begins."""
+    return f"{question} If not, {todo.lower()}" if question else f" {todo}"
+
+
+def _of_lengths(lengths: Sequence[int]) -> str:
+    """The lengths of leaves in words, four of them at most."""
+    some = [f"{n:,}" for n in lengths[:4]]
+    if len(lengths) > 4:
+        some.append(f"{len(lengths) - 4} more")
+    if len(some) < 2:
+        return f"leaves of length {some[0]}" if some else "no rows"
+    return f"leaves of lengths {', '.join(some[:-1])} and {some[-1]}"
 
 
 def is_sequence(batch: Sequence[Any], number: int) -> bool:
@@ -388,9 +451,13 @@ def check_gradients(
       expected: the name of `reference` in the message.
       integers: whether gradients of integer leaves may be integers.
     """
+    todo, structure = _OF_PARAMS, jax.tree.structure
+    is_pair = isinstance(grads, (tuple, list)) and len(grads) == 2
+    if is_pair and structure(grads[1]) == structure(reference) != structure(grads):
+        todo = "That is the pair which value_and_grad returns: pass the second of it."
     check_arrays(name, grads)
     check_arrays(expected, reference)
-    check_leaves(reference, grads, name=name, expected=expected)
+    check_leaves(reference, grads, name=name, expected=expected, todo=todo)
     pairs = zip(named_leaves(reference), jax.tree.leaves(grads), strict=True)
     for (leaf, param), grad in pairs:
         dtype = jax.dtypes.result_type(grad)
@@ -495,8 +562,20 @@ def check_weight(weight: ArrayLike) -> jax.Array:
     return number
 
 
-def check_dtype(dtype: DTypeLike | None) -> np.dtype | None:
-    """Returns the canonical dtype of JAX; raises if it is not floating."""
+def is_none(x: Any) -> bool:
+    """True for None: a leaf of a tree of options."""
+    return x is None
+
+
+def check_dtype(dtype: Any) -> Any:
+    """Returns a dtype, or a tree of them, as JAX has it; raises if one is not floating.
+
+    None, for the dtypes of the parameters, stays None.
+    """
+    return jax.tree.map(_floating, dtype, is_leaf=is_none)
+
+
+def _floating(dtype: DTypeLike | None) -> np.dtype | None:
     if dtype is None:
         return None
     canonical: Any = dtype
@@ -511,6 +590,21 @@ def check_dtype(dtype: DTypeLike | None) -> np.dtype | None:
             "to save memory; complex leaves get the complex counterpart."
         )
     return canonical
+
+
+def parts_of_prefix(name: str, prefix: Any, tree: Any) -> list[tuple[Any, Any]]:
+    """Pairs of a leaf of `prefix`, which may be None, and its part of `tree`."""
+    leaves, structure = jax.tree.flatten(prefix, is_none)
+    try:
+        parts = structure.flatten_up_to(tree)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{name} must be one for all leaves, or a prefix of the parameters' tree, "
+            f"but it is {structure}, and the parameters are "
+            f"{jax.tree.structure(tree)}. Take the containers of the parameters, down "
+            "to where one value holds for all that is below."
+        ) from None
+    return list(zip(leaves, parts, strict=True))
 
 
 def is_raw_key(leaf: Any) -> bool:

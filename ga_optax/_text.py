@@ -1,4 +1,4 @@
-"""Formats tables and paragraphs, and warns at the line of the user's code."""
+"""Text for the user: tables, paragraphs, warnings at the line of the user's code."""
 
 import math
 import os

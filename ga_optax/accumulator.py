@@ -18,6 +18,7 @@ off by at most `(n - 1)·eps·Σ|g|` (Higham, "Accuracy and Stability of Numeric
 Algorithms", 2nd ed., 2002, eq. 4.4).
 """
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -48,7 +49,7 @@ class Accumulator(NamedTuple):
     count: jax.Array
 
 
-def init(params: optax.Params, dtype: DTypeLike | None = jnp.float32) -> Accumulator:
+def init(params: optax.Params, dtype: Any = jnp.float32) -> Accumulator:
     """Makes an empty accumulator for gradients of `params`.
 
     >>> import jax.numpy as jnp
@@ -65,7 +66,8 @@ def init(params: optax.Params, dtype: DTypeLike | None = jnp.float32) -> Accumul
       dtype: the dtype of `total`. With float32, the default, float64 leaves keep
         float64. A dtype of lower precision saves memory, and rounds more. `None` takes
         the dtype of each leaf. Complex leaves get the complex counterpart, and integer
-        leaves always a floating dtype.
+        leaves always a floating dtype. Or a prefix of the tree of `params` with such
+        dtypes: `{"norms": jnp.float32, "tables": jnp.bfloat16}`.
 
     Returns:
       An `Accumulator` of zeros, one buffer with the size and the sharding of `params`,
@@ -73,37 +75,41 @@ def init(params: optax.Params, dtype: DTypeLike | None = jnp.float32) -> Accumul
 
     Raises:
       TypeError: if a leaf of `params` is no array, or `dtype` is not floating.
+      ValueError: if `dtype` is a tree, and no prefix of `params`.
     """
-    dtype = _checks.check_dtype(dtype)
     _checks.check_arrays("params", params)
 
-    def zeros(p: Any) -> jax.Array:
+    def zeros(p: Any, dtype: np.dtype) -> jax.Array:
         where = None
         if _checks.is_on_host(p) and not isinstance(p, jax.core.Tracer):
             where = p.sharding.with_memory_kind("device")
-        return jnp.zeros_like(p, dtype=accumulator_dtype(p, dtype), device=where)
+        return jnp.zeros_like(p, dtype=dtype, device=where)
 
-    total = jax.tree.map(zeros, params)
-    return Accumulator(total, jnp.zeros([], float), jnp.zeros([], jnp.int32))
+    return _empty(zeros, params, dtype)
 
 
-def begun(params: optax.Params, dtype: DTypeLike | None) -> Accumulator:
+def begun(params: optax.Params, dtype: Any) -> Accumulator:
     """`init` for sums that start at once, with the -0.0 that `add` would select.
 
     In a program, leaves of one type share one array.
     """
-    dtype = _checks.check_dtype(dtype)
     arrays: dict[Any, jax.Array] = {}
 
-    def zeros(p: Any) -> jax.Array:
-        wide = accumulator_dtype(p, dtype)
+    def zeros(p: Any, wide: np.dtype) -> jax.Array:
         # Outside of a program, the type of an array does not say on which device it is.
         key = wide, jax.typeof(p) if isinstance(p, jax.core.Tracer) else id(p)
         if key not in arrays:
             arrays[key] = jnp.full_like(p, -np.zeros([], wide), wide)
         return arrays[key]
 
-    total = jax.tree.map(zeros, params)
+    return _empty(zeros, params, dtype)
+
+
+def _empty(
+    zeros: Callable[[Any, np.dtype], jax.Array], params: Any, dtype: Any
+) -> Accumulator:
+    leaves, structure = jax.tree.flatten(params)
+    total = structure.unflatten(map(zeros, leaves, accumulator_dtypes(params, dtype)))
     return Accumulator(total, jnp.zeros([], float), jnp.zeros([], jnp.int32))
 
 
@@ -152,7 +158,7 @@ def add(
     _checks.check_on_device("grads", grads)
     empty = acc.count == 0
     totals, structure = jax.tree.flatten(acc.total)
-    totals = [cleared(t, empty) for t in totals]
+    totals = [cleared(_kept(t), empty) for t in totals]
     terms = list(map(jnp.asarray, jax.tree.leaves(grads)))
     one = jnp.ones_like(acc.weight)
     if weight is not None:
@@ -253,6 +259,16 @@ def _(primals: tuple[jax.Array, jax.Array], tangents: tuple[Any, Any]) -> Any:
     return average(total, weight), d_mean.astype(total.dtype)
 
 
+def accumulator_dtypes(params: Any, dtype: Any) -> list[np.dtype]:
+    """The dtype of each leaf of `total`; see `init` for the rule."""
+    dtype = _checks.check_dtype(dtype)
+    return [
+        accumulator_dtype(p, of_part)
+        for of_part, part in _checks.parts_of_prefix("The dtype", dtype, params)
+        for p in jax.tree.leaves(part)
+    ]
+
+
 def accumulator_dtype(leaf: Any, dtype: np.dtype | None) -> np.dtype:
     """The dtype in which gradients of `leaf` accumulate; see `init` for the rule."""
     leaf_dtype = jnp.result_type(leaf)
@@ -264,6 +280,14 @@ def accumulator_dtype(leaf: Any, dtype: np.dtype | None) -> np.dtype:
     if not jnp.issubdtype(leaf_dtype, jnp.complexfloating):
         return real
     return np.dtype(np.complex128 if real == jnp.float64 else np.complex64)
+
+
+def sum_dtype(dtype: np.dtype) -> np.dtype:
+    """The dtype of sums: of integers if `dtype` is, and of 32 bits or more."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return np.promote_types(dtype, np.float32)
+    kind = np.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else np.int32
+    return np.promote_types(dtype, kind)
 
 
 def as_weight(weight: ArrayLike, dtype: DTypeLike) -> jax.Array:
@@ -352,6 +376,28 @@ def _by_part(
 def parts(x: jax.Array) -> tuple[jax.Array, ...]:
     """The real and the imaginary part of complex numbers; `(x,)` for real numbers."""
     return (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
+
+
+def loses_rows(jaxlib: str) -> bool:
+    """True for versions of jaxlib whose XLA may lose what a loop adds to a table.
+
+    On a mesh the gradient of a table that is read at sharded indices is a scatter and
+    an all-reduce. XLA's pass `while-loop-all-reduce-code-motion` takes the all-reduce
+    out of a loop that adds up such gradients, and leaves in the loop what was right
+    before: all devices but one start each iteration from zeros (openxla/xla 49143, by
+    the compilers of H100 and v5e). The pass does not look through a barrier on the
+    carry, which costs nothing on one device.
+    """
+    return (0, 10, 1) <= tuple(map(int, re.findall(r"\d+", jaxlib)[:3])) < (0, 12)
+
+
+LOSES_ROWS = loses_rows(jax.lib.__version__)
+
+
+def _kept(total: jax.Array) -> jax.Array:
+    """`total`, which a loop of the caller's may carry."""
+    inside = LOSES_ROWS and isinstance(total, jax.core.Tracer)
+    return jax.lax.optimization_barrier(total) if inside else total
 
 
 def cleared(total: jax.Array, empty: jax.Array) -> jax.Array:

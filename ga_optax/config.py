@@ -1,17 +1,13 @@
 """Options of the library for all calls.
 
 >>> import ga_optax as ga
->>> ga.config.optimize, ga.config.whole_draws
-(True, False)
+>>> ga.config.optimize
+True
 >>> ga.config.update("optimize", False)
 >>> ga.config.update("optimize", True)
 
 `optimize` (environment variable `GA_OPTAX_OPTIMIZE`; True by default): False means
 `optimize=False` in every call of `value_and_grad` and `accumulate`.
-
-`whole_draws` (`GA_OPTAX_WHOLE_DRAWS`; False by default): True has random numbers be
-those of the whole batch with every generator. With generators other than threefry, such
-as `rbg`, each micro-batch then draws all rows, and takes its own.
 
 Variables are 0 or 1, options False or True. Options are read when a call is traced: a
 function that `jax.jit` has compiled does not change.
@@ -20,9 +16,9 @@ function that `jax.jit` has compiled does not change.
 import os
 from typing import Any
 
-__all__ = ["optimize", "update", "whole_draws"]
+__all__ = ["optimize", "update"]
 
-_DEFAULTS = {"optimize": True, "whole_draws": False}
+_DEFAULTS = {"optimize": True}
 
 
 def _from_environment(name: str) -> bool:
@@ -37,14 +33,13 @@ def _from_environment(name: str) -> bool:
 
 
 optimize: bool = _from_environment("optimize")
-whole_draws: bool = _from_environment("whole_draws")
 
 
 def update(name: str, value: Any) -> None:
     """Sets an option for all calls that are traced from now on.
 
     Args:
-      name: "optimize" or "whole_draws".
+      name: "optimize".
       value: a bool.
 
     Raises:
@@ -52,10 +47,9 @@ def update(name: str, value: Any) -> None:
       TypeError: if the value is not a bool.
     """
     if name not in _DEFAULTS:
-        names = " or ".join(f'"{name}"' for name in _DEFAULTS)
         raise AttributeError(
-            f"The option of ga_optax.config must be {names}, but it is {name!r}. Pass "
-            "one of these names."
+            f'The option of ga_optax.config must be "optimize", but it is {name!r}. '
+            "Pass this name."
         )
     if not isinstance(value, bool):
         raise TypeError(

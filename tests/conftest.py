@@ -16,6 +16,7 @@ import hypothesis
 import index
 import jax
 import pytest
+from jax._src import lru_cache
 
 from ga_optax import _text
 
@@ -23,12 +24,20 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Most of the time goes into compiling, so what was compiled once is kept in .jax_cache.
-# Each worker has a folder of its own, because JAX does not write entries atomically.
-_WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
-_CACHE = pathlib.Path(__file__).parents[1] / ".jax_cache" / _WORKER
+_CACHE = pathlib.Path(__file__).parents[1] / ".jax_cache"
 jax.config.update("jax_compilation_cache_dir", str(_CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _put(cache, key, value):
+    """Writes an entry at once, since JAX does not, and other workers may read it."""
+    part = cache.path / f"{key}-{os.getpid()}"
+    part.write_bytes(value)
+    part.replace(cache.path / f"{key}-cache")
+
+
+lru_cache.LRUCache.put = _put
 
 hypothesis.settings.register_profile(
     "default", deadline=None, max_examples=50, derandomize=True

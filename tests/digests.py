@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from corpus import losses, models, random_programs, scans
+from corpus import architectures, losses, models, random_programs, scans
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ga_optax as ga
@@ -150,6 +150,9 @@ def cases():
             args = scans.arguments(how.length, 12, jnp.float32)
             ways = FEW if told else WAYS
             yield f"scan {body.__name__}{told}", ways, scans.loss_of(body, how), *args
+    for name, make in architectures.MODELS.items():
+        loss, params, batch = make()
+        yield name, FEW, loss, params, batch
     for seed in range(12):
         loss, *args = models.draw(seed, 12)
         yield f"model {seed}", FEW, lambda *args, f=loss: f(*args)[0], *args

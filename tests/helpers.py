@@ -21,10 +21,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import ga_optax as ga
+from ga_optax._loop import in_place
 from ga_optax._loop import micro_step as loop_micro_step
 from ga_optax._passes import jaxprs
 from ga_optax._passes import table as passes_table
-from ga_optax._passes.about import Reason
+from ga_optax._passes.effects import Reason
 
 ROOT = pathlib.Path(__file__).parents[1]
 # Each mode of the aux of `accumulate`, of numbers of micro-batches and their weights.
@@ -33,6 +34,8 @@ MODES = {
     "sum": lambda x, _: np.sum(x, axis=0),
     "last": lambda x, _: x[-1],
     "stack": lambda x, _: x,
+    "max": lambda x, _: np.max(x, axis=0),
+    "min": lambda x, _: np.min(x, axis=0),
 }
 SKIPS = {"should_skip_update_fn": optax.skip_not_finite}
 DROPS = {"should_drop_window_fn": ga.drop_window_if_not_finite}
@@ -171,12 +174,12 @@ def by_hand(optimize=False):
     """What is traced inside adds no gradient in place; nothing else changes."""
     if optimize:
         return contextlib.nullcontext()
-    reasons = loop_micro_step.reasons_not_in_place
+    reasons = in_place.reasons_not_in_place
 
     def nowhere(*args):
         return [why or Reason("by hand") for why in reasons(*args)]
 
-    return mock.patch.object(loop_micro_step, "reasons_not_in_place", nowhere)
+    return mock.patch.object(in_place, "reasons_not_in_place", nowhere)
 
 
 def failing(error, file=ga.__file__):

@@ -13,7 +13,7 @@ import sys
 
 sys.path.append(str(pathlib.Path(__file__).parent.parent))
 
-from ga_optax._passes import about, primitives
+from ga_optax._passes import primitives
 
 PACKAGE = pathlib.Path(__file__).parent.parent / "ga_optax"
 # The parameters of an equation go by these names.
@@ -27,11 +27,10 @@ def read():
     nodes = [n for x in paths for n in ast.walk(ast.parse(x.read_text("utf-8")))]
     constants = [n.value for n in nodes if isinstance(n, ast.Constant)]
     texts = [x for x in constants if isinstance(x, str)]
-    known = {x for names in about.PARAMETERS.values() for x in names}
     return {
         "modules": sorted(set(filter(None, map(_module, nodes)))),
-        "primitives": sorted(primitives.TABLE.keys() | about.PARAMETERS.keys()),
-        "parameters": sorted(known | set(filter(None, map(_parameter, nodes)))),
+        "primitives": sorted(primitives.TABLE),
+        "parameters": sorted(set(filter(None, map(_parameter, nodes)))),
         "MLIR": sorted({x for x in texts if re.fullmatch(r"sdy\.\w+", x)}),
     }
 

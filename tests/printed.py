@@ -1,8 +1,8 @@
 """Prints anew what pages and notebooks show: for `make printed`.
 
     python tests/printed.py                      # all of them, where they stand
-    python tests/printed.py guide.md 3_memory    # those with such a word in their name
-    python tests/printed.py jax.numpy.cumsum     # one row of docs/functions.md
+    python tests/printed.py memory.md 2_any   # those with such a word in their name
+    python tests/printed.py jax.numpy.cumsum     # one row of benchmarks/FUNCTIONS.md
 
 Read the difference before you commit it: what changed is what the library says now.
 """

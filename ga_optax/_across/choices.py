@@ -1,4 +1,4 @@
-"""Choices: Python bools, or traced ones; checks of the user's functions that decide.
+"""Choices: Python bools, or traced ones, also of the user's functions that decide.
 
 select(True, a, b) is a;   a traced predicate selects, and never multiplies
 """
@@ -13,7 +13,6 @@ from jax.typing import ArrayLike
 
 from .. import accumulator
 from .._checks import check_callable, is_on_host
-from ..accumulator import parts
 
 # == Choices ===========================================================================
 
@@ -134,7 +133,7 @@ def drop_window_if_not_finite(
         & ~jnp.isnan(jnp.sum(part))
         for leaf in jax.tree.leaves(updates)
         if leaf.size
-        for part in parts(leaf)
+        for part in accumulator.parts(leaf)
     ]
     should_skip = ~jnp.all(jnp.array(finite, bool))
     return should_skip, {"should_skip": should_skip}

@@ -23,7 +23,6 @@ from .. import accumulator
 from .._checks import check_int, is_int, named_leaves, nodes_of
 from .._devices import collectives, meshes
 from .._text import warn_once
-from ..accumulator import Accumulator
 from .choices import Predicate, select
 from .state import MultiStepsState, check_order, new_counters, state_type
 
@@ -39,7 +38,7 @@ class Config:
     every_k_schedule: int | Callable[[jax.Array], ArrayLike]
     use_grad_mean: bool
     should_skip_update_fn: SkipFn | None
-    accumulator_dtype: np.dtype | None
+    accumulator_dtype: Any  # a dtype, None, or a tree of those
     should_drop_window_fn: SkipFn | None
     track_norm: bool
     data_axis: tuple[str, ...] | None
@@ -167,7 +166,7 @@ class Config:
                     f"{jnp.shape(leaf)}. Pass state_specs in in_specs."
                 )
         total, weight = jax.tree.map(lambda x: x[0], (acc.total, acc.weight))
-        return Accumulator(total, weight, acc.count)
+        return accumulator.Accumulator(total, weight, acc.count)
 
     def store(self, acc: WindowSum) -> WindowSum:
         """The inverse of `load`."""
@@ -175,7 +174,7 @@ class Config:
             return acc
         parts = jax.tree.map(lambda x: x[None], (acc.total, acc.weight))
         total, weight = collectives.vary(parts, self.axes)
-        return Accumulator(total, weight, acc.count)
+        return accumulator.Accumulator(total, weight, acc.count)
 
     def finish(self, acc: WindowSum, closes: Predicate) -> WindowSum:
         """Replaces the sum by the mean if the window closes on one device.

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from .._checks import check_dtype, check_gradients, check_on_device, explains_keywords
 from .._devices import meshes
@@ -38,6 +38,7 @@ from .state import (
     ORDER,
     MultiStepsState,
     check_order,
+    check_swapped,
     has_updated,
     some_states,
     state_type,
@@ -125,7 +126,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         every_k_schedule: int | Callable[[jax.Array], ArrayLike],
         use_grad_mean: bool = True,
         should_skip_update_fn: optax.ShouldSkipUpdateFunction | None = None,
-        accumulator_dtype: DTypeLike | None = jnp.float32,
+        accumulator_dtype: Any = jnp.float32,
         *,
         should_drop_window_fn: SkipFn | None = None,
         track_norm: bool = False,
@@ -211,6 +212,7 @@ def _update_of(config: Config) -> Callable[..., Any]:
         """Adds a gradient; the updates are zero until the window closes."""
         _check_spelling(extra_args)
         check_order(grads=grads, params=params)
+        check_swapped(grads, state, params)
         arguments = config, state, grads, params, extra_args, weight
         return MicroStep(*arguments, applies=False).add_gradient()
 
@@ -283,9 +285,10 @@ def apply_gradients(
 
     Raises:
       ValueError: if trees, shapes or the weight do not fit; names the leaf.
-      TypeError: if `emit` is no bool, if `emit` is given and `tx` is not a
-        `MultiSteps`, or if there are extra arguments and the optimizer is a plain
-        `optax.GradientTransformation`, which takes none.
+      TypeError: if arguments come in another order (but for gradients and parameters,
+        which are alike: pass them by name), if `emit` is no bool, or is given
+        and `tx` is not a `MultiSteps`, or if there are extra arguments and the
+        optimizer is a plain `optax.GradientTransformation`, which takes none.
 
     Warns:
       UserWarning: if a schedule, or another transformation that counts, is around a
@@ -307,6 +310,7 @@ def apply_gradients(
             "updated parameters: pass the parameters of grads."
         )
     check_order(grads=grads, params=params)
+    check_swapped(grads, state, params)
     trained = differentiated(params)
     check_gradients(trained, grads, expected="params", integers=True)
     check_on_device("grads", grads)

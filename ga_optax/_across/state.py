@@ -1,4 +1,4 @@
-"""The state of `MultiSteps`: its fields, what reads them, and states of Optax.
+"""The state of `MultiSteps`: its fields, what reads them, its form in Optax.
 
 total, weight, count  =  Σ w·g, Σ w and the micro-steps of the window so far
 """
@@ -368,6 +368,25 @@ def check_order(**trees: Any) -> None:
                 f"{name} must not hold the state of a MultiSteps, but there is one at "
                 f"{path or 'the top'}. Were arguments swapped? {ORDER}"
             )
+
+
+def check_swapped(grads: Any, state: Any, params: Any) -> None:
+    """Raises if gradients, state and parameters come in another order.
+
+    Gradients are like parameters in all that JAX knows of them: these two may be
+    swapped.
+    """
+    of_grads, of_state, of_params = map(jax.tree.structure, (grads, state, params))
+    if (
+        of_state.num_leaves
+        and of_grads != of_params
+        and of_state in (of_grads, of_params)
+    ):
+        raise TypeError(
+            "The state must be that of the optimizer, but it has the tree structure of "
+            f"{'grads' if of_state == of_grads else 'params'}. Were arguments swapped? "
+            f"{ORDER}"
+        )
 
 
 def check_state(state: Any) -> MultiStepsState:

@@ -1,4 +1,4 @@
-"""A call of `MultiSteps`: a micro-step, and the close of a window.
+"""A call of `MultiSteps`: a micro-step, which may close a window.
 
     acc  <-  add(acc, g, w)
     if count = k:   params, inner  <-  inner.update(mean(acc));   count <- 0
@@ -30,7 +30,6 @@ from jax.typing import ArrayLike
 
 from .. import _checks, accumulator
 from .._devices import collectives, meshes
-from ..accumulator import Accumulator
 from . import choices
 from .choices import Predicate
 from .config import Config, WindowSum, checked, differentiated
@@ -129,7 +128,7 @@ class MicroStep:
     def loaded(self) -> WindowSum:
         """This device's accumulator, as the state has it."""
         total = self.state.total, self.state.arg_totals
-        acc = Accumulator(total, self.state.weight, self.state.mini_step)
+        acc = accumulator.Accumulator(total, self.state.weight, self.state.mini_step)
         return self.config.load(acc)
 
     @functools.cached_property

@@ -1,29 +1,21 @@
-"""The batch and the devices of a call: rows, axes, divisibility.
+"""The batch of a call: which leaves have rows, along which axis, and whether k divides.
 
-    n rows  =  devices · num_microbatches · rows of a micro-batch
-
-Which leaves have rows, along which axis, and whether k divides them; then `Devices`,
-the one record of what is known of the mesh.
+n rows  =  devices · num_microbatches · rows of a micro-batch
 """
 
-import types
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from .. import _checks
 from .._checks import divisors, is_raw_key, is_single, named_leaves, one_of, uneven
-from .._devices import collectives, meshes
-from .._devices.collectives import Membership
-from .._devices.meshes import Axes, By, DataAxis, Placement
-from .._passes import about, jaxprs
-from .._passes.shards import Shard
+from .._devices import meshes
+from .._passes import jaxprs
+from .._passes.places import note_batch
 from .._text import warn_once
-from ..accumulator import Accumulator
 from .options import NAMES, Argument
 
 # == Rows of the batch =================================================================
@@ -77,11 +69,13 @@ _A_KEY_ALONE = (
 def axes_of(call: Call, hint: bool) -> list[int | None]:
     """The axis of each leaf of the batch, not negative; None for what goes whole."""
     axes, batch = call.options.batch_axes, call.role("batch_argnums")
-    axes = tuple(axes) if isinstance(axes, list) else axes
+    of_list = len(batch) == 1 and isinstance(axes, list) and isinstance(batch[0], list)
+    if isinstance(axes, list) and not (of_list and len(axes) == len(batch[0])):
+        axes = tuple(axes)
     if len(batch) == 1 and not (is_single(axes) and not is_single(batch[0])):
         axes = (axes,)
     try:
-        of_leaves = jax.tree.broadcast(axes, batch, is_leaf=lambda x: x is None)
+        of_leaves = jax.tree.broadcast(axes, batch, is_leaf=_checks.is_none)
     except ValueError:
         tree = jax.tree.structure(batch if len(batch) > 1 else batch[0])
         raise ValueError(
@@ -108,7 +102,7 @@ def axes_of(call: Call, hint: bool) -> list[int | None]:
             has = f"has shape {jnp.shape(x)}" if ndim else "is a scalar"
             raise ValueError(
                 "Every leaf of the batch must have a batch axis, here axis "
-                f"{axis}, but {name} {has}. {todo}{or_another(call)}"
+                f"{axis}, but {name} {has}. {todo}{call.question}"
             )
         leaf_axes[i] = axis % ndim
     return leaf_axes
@@ -124,14 +118,14 @@ def checked_split(call: Call, hint: bool) -> Call:
         _warn_of_rows(call, rows, came)
         call = _with_whole_keys(call, rows)
     if hint and call.options.argnums != ():
-        about.note_batch(rows * (call.devices.number if call.devices.bound else 1))
+        note_batch(rows * (call.devices.number if call.devices.bound else 1))
     devices, kind = _num_splits(call)
     part, rest = divmod(rows, devices)
     if rest:
-        near = one_of([n for n in (rows - rest, rows - rest + devices) if n])
         raise ValueError(
             f"The {devices} {kind} along data_axis={call.devices.axes} must divide the "
-            f"batch axis, but {came}. Use a batch of {near} examples{todo}."
+            f"batch, but {came}.{_checks.or_else(call.question, 'Use')} a batch of "
+            f"{one_of([n for n in (rows - rest, rows - rest + devices) if n])}{todo}."
         )
     of_all = rows, f"the batch axis, but {came}", todo
     each = f"the batch of each of the {devices} {kind}, {part} examples, but {came}"
@@ -147,6 +141,9 @@ def checked_split(call: Call, hint: bool) -> Call:
             number = _quotient(call, "microbatch_size", size, divided)
         options = options._replace(num_microbatches=number, microbatch_size=None)
         call = call._replace(options=options)
+    if may_rest and options.num_microbatches > rows:
+        most = rows, f"the number of rows, but {came}", todo
+        _quotient(call, "num_microbatches", options.num_microbatches, most, False)
     if may_rest and options.num_microbatches < rows:
         call = call.in_pieces(rows, options.num_microbatches)
     k = call.options.num_microbatches
@@ -167,29 +164,29 @@ def checked_split(call: Call, hint: bool) -> Call:
     return call
 
 
-def or_another(call: Call) -> str:
-    """A sentence on what may be the batch, or parameters, if the batch looks odd."""
-    places = *range(len(call.args)), *call.kwargs
-    named = {argument(i): call.at(i) for i in places}
-    batch = list(map(argument, call.roles["batch_argnums"]))
-    return _checks.or_another(named, batch, call.options.num_microbatches or 1)
+def _quotient(
+    call: Call,
+    option: str,
+    number: int,
+    rows: tuple[int, str, str],
+    divides: bool = True,
+) -> int:
+    """The number of rows over `number`; raises if `number` does not divide it.
 
-
-def _quotient(call: Call, option: str, number: int, rows: tuple[int, str, str]) -> int:
-    """The number of rows over `number`; raises if `number` does not divide it."""
+    If it need not divide it, the error is that it is larger.
+    """
     part, what, todo = rows
     if part % number:
         nearest = sorted(divisors(part), key=lambda d: abs(d - number))[:8]
-        use = one_of(sorted(nearest))
+        use = one_of(sorted(nearest)) if divides else f"{part} or fewer"
         if number > part and _checks.is_sequence(call.batch, number):
             todo += ". Is it one sequence? Its tokens lie along axis 1: batch_axes=1"
-        more = or_another(call)
-        if number > part:
-            more = f" One example alone has no rows: give each leaf a batch axis.{more}"
-        raise ValueError(
-            f"{option}={number} must divide {what}. Use {use}{todo}. "
-            f"{uneven(part, number)}{more}"
-        )
+        use = f"{_checks.or_else(call.question, 'Use')} {use}{todo}."
+        use += f" {uneven(part, number)}" * divides
+        if number > part and not call.question:
+            use += " One example alone has no rows: give each leaf a batch axis."
+        must = "divide" if divides else "be at most"
+        raise ValueError(f"{option}={number} must {must} {what}.{use}")
     return part // number
 
 
@@ -248,7 +245,7 @@ def _no_rows(call: Call) -> ValueError:
             came.append(f"{argument(i)} holds none with an axis: {name} {kind}")
     return ValueError(
         "batch_argnums must name arguments that hold arrays, but "
-        f"{' and '.join(came)}. {todo}."
+        f"{' and '.join(came)}. {todo}.{call.question}"
     )
 
 
@@ -272,7 +269,7 @@ def _check_one_length(call: Call, rows: int, came: str) -> None:
             raise ValueError(
                 "All leaves of the batch must have one length along their batch axis, "
                 f"but {came} and {name} has shape {jnp.shape(x)}. "
-                f"{_A_KEY_ALONE if is_raw_key(x) else todo}{or_another(call)}"
+                f"{_A_KEY_ALONE if is_raw_key(x) else todo}{call.question}"
             )
 
 
@@ -305,15 +302,18 @@ def _as_they_divide(call: Call, rows: int, parts: int) -> Call:
 def _warn_of_rows(call: Call, rows: Any, came: str) -> None:
     """Warns if fewer rows are those of more leaves: the largest one may be a table.
 
-    Integers in a matrix, such as tokens, count twice; `batch_axes` as a tree decides.
+    Integers in a matrix, such as tokens, count twice; `batch_axes` as a tree decides. A
+    table has no integers beside it, as the edges of a graph have.
     """
     _, k, size, *_ = call.options
     votes: dict[Any, int] = {}
     if not isinstance(call.options.batch_axes, int):
         return
     for _, x, n in _with_axes(call):
-        is_tokens = np.ndim(x) > 1 and jnp.issubdtype(x.dtype, jnp.integer)
-        votes[n] = votes.get(n, 0) + 1 + is_tokens
+        is_integer = jnp.issubdtype(x.dtype, jnp.integer) and not is_raw_key(x)
+        if is_integer and _holds(lambda n=n: n == rows):
+            return
+        votes[n] = votes.get(n, 0) + 1 + (is_integer and np.ndim(x) > 1)
     n = max(votes, key=votes.__getitem__)
     fewer = _holds(lambda: n < rows) and votes[n] > votes[rows]
     if fewer and k != 1 and n % (k or size) == 0:
@@ -321,6 +321,7 @@ def _warn_of_rows(call: Call, rows: Any, came: str) -> None:
             f"The rows of a batch are those of most of its bytes, here {rows:,} ({came}"
             f"), but more leaves have {n} rows. If that leaf is a table, give it None "
             "in batch_axes; the gradient is right anyway, but may save nothing."
+            f"{call.question}"
         )
 
 
@@ -355,7 +356,7 @@ def _holds(test: Callable[[], Any]) -> bool:
     """The result of a test of dimensions; False if `jax.export` leaves them open."""
     try:
         return bool(test())
-    except Exception:  # which JAX does not export
+    except jax.errors.InconclusiveDimensionOperation:
         return False
 
 
@@ -383,224 +384,3 @@ def _check_no_batch(call: Call, rows: int) -> None:
                     f"{to_pass(call, 'batch_argnums', place)} to split it; if it is to "
                     "go whole, pass that, and None for it in batch_axes."
                 )
-
-
-# == The devices of a call =============================================================
-
-
-class DoesNotFitError(ValueError):
-    """An argument or an option does not fit: the error says so, and nothing runs."""
-
-
-class Devices(NamedTuple):
-    """The devices that a call runs on, and how arrays are sharded over them.
-
-    Attributes:
-      axes: the data axes; () if there are none.
-      mesh: the mesh that is yet to bind them; None if a `shard_map` around the call
-        binds them, or if there are none.
-      number: how many devices there are along the data axes.
-      each: True if the backward pass of every micro-step merges over devices.
-      inner: the axes over which the compiler does so in a region of other axes.
-      scatters: True if every micro-step adds its gradient to a sharded sum.
-      logical: the number of logical devices on this one; 0 if there are none.
-      is_checked: True in a `shard_map` that checks over which axes values vary.
-      by: who distributes what is computed.
-      specs: the `PartitionSpec` of each leaf of the parameters, or None.
-      params: how the data axes shard each leaf of the parameters.
-      gradients: how they shard its gradient.
-      shards: the parts of arguments without gradient that are gathered where they are
-        used, by the ids of these arguments.
-      mapped: True in the `shard_map` that a call at top level makes.
-    """
-
-    axes: Axes = ()
-    mesh: Any = None
-    number: int = 1
-    each: bool = False
-    inner: Axes = ()
-    scatters: bool = False
-    logical: int = 0
-    is_checked: bool = False
-    by: By = By.NOBODY
-    specs: Sequence[PartitionSpec | None] = ()
-    params: Sequence[Placement] = ()
-    gradients: Sequence[Placement] = ()
-    shards: Mapping[int, Shard] = types.MappingProxyType({})
-    mapped: bool = False
-
-    @classmethod
-    def of(cls, axis: DataAxis | None, params: Any, batch: Sequence[Any]) -> "Devices":
-        """Asks the mesh and the arrays; raises if they do not fit the data axis."""
-        devices = cls(is_checked=meshes.checks_varying())
-        # In another call with that data axis the program sees the rows of all devices.
-        if axis is None or meshes.sees_all_rows(axis.axes):
-            return devices
-        mesh, sharded = meshes.find_mesh(axis.axes, axis.mesh, batch), axis.grad_specs
-        number = meshes.num_devices(axis.axes, mesh)
-        devices = devices._replace(axes=axis.axes, mesh=mesh, number=number)
-        if total := axis.logical_devices or 0:
-            meshes.check_logical(total, axis.axes, number, params)
-        each = axis.sync == "each" and sharded is None
-        devices = devices._replace(
-            each=each,
-            scatters=axis.sync == "each" and sharded is not None,
-            logical=total // number,
-            by=By.COMPILER if each and mesh is not None else By.US,
-        )
-        specs = axis.param_specs if sharded is None else PartitionSpec()
-        devices = devices.with_params(params, specs)
-        if sharded is not None:
-            where = meshes.placements(params, sharded, axis.axes, mesh, "grad_specs")
-            devices = devices._replace(gradients=where)
-        if mesh is None:
-            return devices._in_region(params, batch, axis)
-        if not devices.each:
-            meshes.check_scatter(params, devices.gradients, axis.axes, mesh)
-        return devices
-
-    def with_params(self, params: Any, specs: Any = None) -> "Devices":
-        """The same devices, with parameters of these specs."""
-        where = meshes.placements(params, specs, self.axes, self.mesh)
-        known = meshes.broadcast_specs(specs, params)
-        return self._replace(specs=known, params=where, gradients=where)
-
-    def for_arrays(self, tree: Any, optimize: bool) -> "Devices":
-        """The same devices, with `by` for the arrays of a tree."""
-        devices = self._replace(is_checked=meshes.checks_varying())
-        if self.axes:
-            return devices
-        if optimize and meshes.is_open(tree) and collectives.split_can_wait():
-            return devices._replace(by=By.UNKNOWN)
-        distributed = meshes.is_distributed(tree)
-        return devices._replace(by=By.COMPILER if distributed else By.NOBODY)
-
-    def _in_region(
-        self, params: Any, batch: Sequence[Any], axis: DataAxis
-    ) -> "Devices":
-        """The same devices, in a `shard_map` of the user's; or raises."""
-        split = frozenset().union(*map(meshes.varying, batch))
-        same = tuple(name for name in self.axes if name not in split)
-        if self.is_checked and same:
-            raise ValueError(
-                f"The batch must differ between the devices along {self.axes}, but it "
-                f"is the same along {same}. Name {self.axes} in the in_specs of the "
-                "shard_map."
-            )
-        if self.each and not self.is_checked and axis.param_specs is None:
-            raise ValueError(
-                f'sync="each" must know which parameters are sharded over {self.axes}, '
-                "but this shard_map has check_vma=False. Pass DataAxis(param_specs=), "
-                "or leave check_vma on."
-            )
-        where = list(self.params)
-        for i, (name, x) in enumerate(named_leaves(params)):
-            sharded, varying = where[i].axes, meshes.varying(x)
-            loose = tuple(n for n in self.axes if n in varying and n not in sharded)
-            if self.each:
-                names = tuple(n for n in self.axes if n in varying or n in sharded)
-                where[i] = Placement(summed=names)
-            elif loose:
-                raise DoesNotFitError(
-                    "Parameters must be the same on all devices along the data axis, "
-                    f"or param_specs must say how they are sharded, but {name} differs "
-                    f"along {loose}. Pass DataAxis(param_specs=); or "
-                    'sync="each", if fun itself gathers them.'
-                )
-        gradients = where if axis.grad_specs is None else self.gradients
-        return self._replace(params=where, gradients=gradients)
-
-    @property
-    def bound(self) -> Axes:
-        """The data axes over which this call is the part of one device."""
-        return self.axes if self.mesh is None else ()
-
-    @property
-    def by_compiler(self) -> bool:
-        """True if the compiler merges over devices: sync="each" at top level."""
-        return self.by is By.COMPILER and self.mesh is not None
-
-    @property
-    def maps(self) -> bool:
-        """True if each device runs its part in a `shard_map` that the call makes."""
-        return self.by is By.US and self.mesh is not None
-
-    @property
-    def scattered(self) -> dict[int, Placement]:
-        """Placements of gradients that are scattered before the sum, by leaf."""
-        some = enumerate(self.gradients if self.scatters and self.bound else ())
-        return {i: x for i, x in some if x.dims}
-
-    @property
-    def replicas(self) -> Axes:
-        """The axes that shard no parameter, if each micro-step merges over others."""
-        sharded = {name for place in self.params for name in place.axes}
-        known = self.by_compiler and sharded and not meshes.explicit_names(self.mesh)
-        return tuple(name for name in self.axes if known and name not in sharded)
-
-    def over_replicas(self) -> "Devices":
-        """The devices that merge over replicas once, and in each micro-step inside."""
-        axes, whole = self.replicas, [Placement()] * len(self.params)
-        return self._replace(
-            axes=axes,
-            inner=tuple(name for name in self.axes if name not in axes),
-            number=meshes.num_devices(axes, self.mesh),
-            each=False,
-            by=By.US,
-            params=whole,
-            gradients=whole,
-        )
-
-    @property
-    def compiled(self) -> tuple[Axes, Any]:
-        """The axes over which the compiler merges here, and the mesh it works on."""
-        if self.inner and self.mesh is None:
-            return self.inner, jax.sharding.get_abstract_mesh()
-        return (self.axes if self.by_compiler else ()), self.mesh
-
-    @property
-    def membership(self) -> Membership:
-        """The rows that a micro-batch should hold here."""
-        if self.by is By.UNKNOWN:
-            return Membership.EITHER
-        strides = self.by is By.COMPILER and not self.axes
-        return Membership.STRIDED if strides else Membership.NEIGHBOURS
-
-    def where(self, names: Sequence[str]) -> meshes.DeviceContext:
-        """The devices as a loop has to know them, for parameters of these names."""
-        axes, mesh = self.compiled
-        gathers = axes and not meshes.explicit_names(mesh)
-        return meshes.DeviceContext(
-            names=names,
-            axes=self.bound,
-            placements=self.gradients if self.bound else (),
-            scattered=self.scattered,
-            logical=self.logical,
-            gathered=meshes.ParamSharding(self.specs, axes, mesh) if gathers else None,
-            shards=self.shards,
-            by=self.by,
-        )
-
-    def split(self, x: Any, k: int, axis: int, membership: Membership) -> jax.Array:
-        """An array as `[k, ...]`, with the rows of k micro-batches along axis 0."""
-        axes, mesh = self.compiled
-        if mesh is None:
-            return collectives.split_rows(x, k, axis, membership)
-        return collectives.split_shards(x, k, axes or self.axes, mesh, axis)
-
-    def flat(self, acc: Accumulator) -> Any:
-        """An accumulator of this device alone, whose total is a list."""
-        total = collectives.vary(jax.tree.leaves(acc.total), self.bound)
-        return acc._replace(total=total)
-
-    def shard(self, total: Any, zero: float = 0.0) -> Any:
-        """A sum of gradients, empty or of all devices, with the sharding of gradients.
-
-        `zero` is the number in an empty sum.
-        """
-        leaves, structure = jax.tree.flatten(total)
-        for i, place in self.scattered.items():
-            leaves[i] = collectives.part(leaves[i], place, zero)
-        if (mesh := self.compiled[1]) is not None:
-            leaves = collectives.constrain(leaves, list(self.specs), mesh)
-        return structure.unflatten(leaves)

@@ -22,11 +22,11 @@ from jax.extend import core
 from .. import _checks, config
 from .._devices import collectives, meshes
 from .._loop import micro_step
-from .._passes import about
-from .._text import is_first, warn
+from .._passes.equation import Divided
+from .._text import is_first, warn, warn_once
 from . import batches
-from .batches import Devices
-from .options import Argument, Options
+from .devices import Devices
+from .options import ROLES, Argument, Options
 
 # == The call ==========================================================================
 
@@ -54,6 +54,7 @@ class Call(NamedTuple):
         holds of each result then. None for a call that runs.
       rest: how many rows one more micro-batch has, the last and smaller one; or 0.
       asked: the option that says how the batch is divided, and its value as it came.
+      question: whether another argument is the batch, see `_question_on_batch`; or "".
     """
 
     options: Options
@@ -68,6 +69,7 @@ class Call(NamedTuple):
     sees: Callable[[Any], None] | None = None
     rest: int = 0
     asked: tuple[str, int] = ("num_microbatches", 1)
+    question: str = ""
 
     @classmethod
     def of(
@@ -84,7 +86,7 @@ class Call(NamedTuple):
         argument without a role that has the rows of the batch is split as well. With
         `types`, for a report, arguments may be types.
         """
-        optimize = options.optimize and config.optimize and about.usable()
+        optimize = options.optimize and config.optimize
         if optimize and not micro_step.HAS_REFS and is_first("references"):
             _logger.info(
                 "jax %s cannot add gradients in place: inside a call, a model that "
@@ -102,8 +104,11 @@ class Call(NamedTuple):
             _checks.check_arrays(batches.argument(i), call.at(i))
             for name, x in _checks.named_leaves(call.at(i)):
                 _check_dtype(options, f"{name} of {batches.argument(i)}", x)
+        if not jax.tree_util.all_leaves([dtypes := options.accumulator_dtype]):
+            _checks.parts_of_prefix("accumulator_dtype", dtypes, call.params)
         for i in call.roles["carry_argnums"]:
             _checks.check_arrays(batches.argument(i), call.at(i), "Carry arrays alone.")
+        call = call._replace(question=_question_on_batch(call, hint))
         call = call._replace(batch_axes=batches.axes_of(call, hint))
         devices = Devices.of(options.data_axis, call.params, call.batch)
         call = batches.checked_split(call._replace(devices=devices), hint)
@@ -296,6 +301,115 @@ class Call(NamedTuple):
             new["rng_argnums"] = {n: jax.random.fold_in(k, device) for n, k in keys}
         call = self.with_leaves(dict(collections.ChainMap(*new.values())))
         return call._replace(held=held)
+
+
+def call_of(
+    like: Call,
+    fun: Callable[..., Any],
+    divided: Divided,
+    xs: Sequence[Any],
+    wrt: Sequence[int] = (),
+) -> Call:
+    """A call like another, of a function of arrays, each of which is an argument."""
+    split = [i for i, axis in enumerate(divided.axes) if axis is not None]
+    moved = [i for i in split if i in wrt]
+    params = tuple(i for i in wrt if i not in moved)
+    batch = (*moved, *(i for i in split if i not in moved))
+    roles: dict[str, tuple[Argument, ...]] = dict.fromkeys(ROLES, ())
+    roles |= {"argnums": params, "batch_argnums": batch}
+    options = like.options._replace(
+        fun=fun, num_microbatches=divided.number, argnums=params, batch_argnums=batch
+    )
+    devices, number = like.devices, divided.number
+    if devices.axes:
+        devices = devices.with_params(tuple(xs[i] for i in params))
+    call = Call(
+        options,
+        tuple(xs),
+        {},
+        roles=roles,
+        batch_axes=[divided.axes[i] for i in batch],
+        devices=devices.for_arrays(xs, options.optimize),
+        rows=len(moved),
+        sums=True,
+        asked=like.asked,
+        question=like.question,
+    )
+    pairs = zip(call.batch, call.split_axes, strict=True)
+    lengths = [jnp.shape(x)[axis] for x, axis in pairs]
+    # If one is not even, all have the rows of the batch, see `batches`.
+    uneven = [n for n in lengths if isinstance(n, int) and n % number]
+    return call.in_pieces(uneven[0], number) if uneven and not devices.axes else call
+
+
+# -- The argument that is the batch ----------------------------------------------------
+
+
+def _question_on_batch(call: Call, hint: bool) -> str:
+    """A question on what may be the batch, or its rows, if the batch looks odd.
+
+    Warns if it is asked in any case, and nothing would raise.
+    """
+    batch, params = call.roles["batch_argnums"], call.roles.get("argnums", ())
+    number, others = call.options.num_microbatches or 1, call.without_role
+    trees = call.role("batch_argnums")
+    lengths = {(*np.shape(x), 0)[0] for x in jax.tree.leaves(trees)}
+    # A size that `jax.export` leaves open is no int.
+    if len(lengths) == 1 and not others:
+        [n] = lengths
+        if not isinstance(n, int) or n >= number:
+            return ""
+    # A batch comes last. The variables of a Flax module are no argument of the user's.
+    places = *reversed(others), *params, *batch
+    of_name = {f"argument {i!r}": i for i in places if i != "nnx_variables"}
+
+    def todo(name: str) -> str:
+        place = of_name[name]
+        option = "batch_argnames" if isinstance(place, str) else "batch_argnums"
+        if place in params:
+            return f"Then swap the arguments, or name that one in {option}."
+        return f"Pass {option}={place!r}."
+
+    named = {name: call.at(i) for name, i in of_name.items()}
+    question = _checks.or_another(named, list(named)[-len(batch) :], number, todo)
+    if question:
+        _warn_of_copies(call, question)
+    if question or len(batch) > 1 or not isinstance(call.options.batch_axes, int):
+        return question
+    [tree], asked = trees, call.options.asked
+    rows = _checks.of_list(tree, number)
+    if rows and hint and asked != ("num_microbatches", 1):
+        warn_once(
+            f"What is split should be arrays with an axis of rows.{rows} What comes "
+            "out is right anyway, but saves nothing."
+        )
+    return rows or _checks.of_other_axes(tree, number)
+
+
+def _warn_of_copies(call: Call, question: str) -> None:
+    """Warns if what is split holds keys alone, or leaves like those of the parameters.
+
+    Such as the state of an optimizer, or a frozen model: if the batch is known then.
+    """
+    if call.options.asked == ("num_microbatches", 1):
+        return
+
+    def shapes(tree: Any) -> collections.Counter[Any]:
+        leaves = [
+            x for x in jax.tree.leaves(tree) if np.ndim(x) and not _checks.is_raw_key(x)
+        ]
+        return collections.Counter(map(np.shape, leaves))
+
+    trees = call.role("batch_argnums")
+    batch, has_rows = shapes(trees), any(map(np.ndim, jax.tree.leaves(trees)))
+    others = [shapes(call.at(i)) for i in (*call.roles["argnums"], *call.without_role)]
+    copied = [x for x in others if len({shape[0] for shape in x}) > 1 and x <= batch]
+    if copied or (has_rows and not batch):
+        what = "leaves like those of the parameters" if batch else "PRNG keys alone"
+        warn_once(
+            f"What is split should be the batch, but it has {what}.{question} "
+            "What comes out is right anyway, but saves nothing."
+        )
 
 
 def _is_integer(x: Any) -> bool:

@@ -15,21 +15,19 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.extend import core
-from jax.typing import DTypeLike
 
 from .._checks import check_callable, explains_keywords, named_leaves
 from .._devices.meshes import DataAxis
 from .._partition.held import Note
-from .._passes import about, jaxprs
+from .._passes import jaxprs
 from .._passes.equation import Divided
+from .._passes.places import short_line
 from .._text import ruled, wrap
-from .._window import run as window
+from .._window import report
 from . import batches, engine, undivided
-from .batches import DoesNotFitError
 from .call import Call, as_returned, returning_pair, warns_outside_jit
-from .engine import Scheduled
+from .devices import DoesNotFitError
 from .options import Options
-from .undivided import AllRows
 
 # == `value_and_grad` ==================================================================
 
@@ -49,7 +47,7 @@ def value_and_grad(
     batch_axes: Any = 0,
     data_axis: str | Sequence[str] | DataAxis | None = None,
     residual_bytes: int | None = None,
-    accumulator_dtype: DTypeLike | None = jnp.float32,
+    accumulator_dtype: Any = jnp.float32,
     optimize: bool = True,
 ) -> Callable[..., tuple[Any, optax.Updates]]:
     """`jax.value_and_grad` over micro-batches: a big batch in a small one's memory.
@@ -83,12 +81,12 @@ def value_and_grad(
     **Exactness.** To rounding. Sums over micro-batches are taken in
     `accumulator_dtype`, and gradients of bfloat16 models are rounded there alone. The
     same bits each time that one program runs; for the same bits in every grouping of
-    micro-batches see `accumulate`. Page: "Exactness".
+    micro-batches see `accumulate`. Page: "Rounding and bits".
 
     Args:
       fun: a function like that of `jax.value_and_grad`, of any loss.
-      num_microbatches: how many, static. It must divide the rows (of each device), but
-        for one device and rows that do not meet: then the last one has the rest.
+      num_microbatches: how many, static. It must divide the rows where these meet, or
+        lie on several devices; elsewhere the last micro-batch has the rest.
       microbatch_size: in its place, how many rows (of each device) one of them has.
       argnums: the positional arguments to differentiate with respect to.
       has_aux: True if `fun` returns `(loss, aux)`. aux comes back as for all rows.
@@ -166,7 +164,7 @@ def microbatch(
     gradient function that is written already, `ga.microbatch(jax.value_and_grad(
     loss), 8)`. What has rows need not be a batch: tokens, time steps and channels
     serve as well, with `batch_axes`. For the loss of a training step use
-    `value_and_grad(loss, 8)`. Page: "Out of memory in the logits".
+    `value_and_grad(loss, 8)`. Page: "Out of memory in one part".
 
     **Exactness.** `fun(*args)` to rounding, and so are `jax.grad`, `jax.vjp`,
     `jax.jvp`, `jax.linearize`, derivatives of these, and `jax.vmap`, also with respect
@@ -283,8 +281,6 @@ class BatchDependencies:
       whole: `(name, line, nbytes)` of what is computed whole in each micro-batch, as
         nothing better is known of it: the bytes that it computes, in all iterations of
         a loop, or that it reads of all rows.
-      drawn: the same of random numbers that each micro-batch draws from a key of its
-        own, as their generator is not threefry: another draw of the same distribution.
       promised: the same of what `rowwise` says that its rows do not need each other.
       forward_passes: how often any part of the loss runs forward, at most. Elementwise
         functions cost little, and are not counted where there is anything else.
@@ -301,14 +297,14 @@ class BatchDependencies:
         pieces it makes of the rows of one micro-batch on one device, and how many rows
         each has. One whose rows meet is computed as if it stood there itself.
       undivided: why the call computes all rows at once; "" if it runs micro-batches.
+      question: whether another argument is the batch, if much is computed whole; or "".
     """
 
     num_microbatches: int
-    stages: list[window.DescribedLoop]
-    meetings: list[window.Stored]
-    kept: list[window.Stored]
+    stages: list[report.DescribedLoop]
+    meetings: list[report.Stored]
+    kept: list[report.Stored]
     whole: list[Note]
-    drawn: list[Note]
     promised: list[Note]
     forward_passes: int
     backward_passes: int
@@ -318,6 +314,7 @@ class BatchDependencies:
     given_whole: dict[str, int]
     pieces: list[tuple[str, int, int]]
     undivided: str = ""
+    question: str = ""
 
     @property
     def kept_bytes(self) -> int:
@@ -334,7 +331,7 @@ class BatchDependencies:
             return "\n".join(wrap(f"No row needs another: {passes}. {self._layout}"))
         rows = list(_rows((*self.meetings, *self.kept)))
         rows += [
-            (f"{name}, {how}: {nbytes:,} bytes", "", "", "", about.short_line(line))
+            (f"{name}, {how}: {nbytes:,} bytes", "", "", "", short_line(line))
             for how, notes in self._notes.items()
             for name, line, nbytes in dict.fromkeys(notes)
         ]
@@ -342,10 +339,9 @@ class BatchDependencies:
         room = f", in about {self.peak_bytes:,} bytes" if self.peak_bytes else ""
         end = f"In all: {passes}{room}."
         if self.more_room:
-            end += " " + window.room_sentence(self.more_room)
+            end += " " + report.room_sentence(self.more_room)
         todo = [
             *undivided.advice_on_primitives(self.whole),
-            *[_DRAWN] * bool(self.drawn),
         ]
         runs = self.forward_passes or self.backward_passes
         end = f"{end} {self._layout}" if runs else self._layout
@@ -374,7 +370,6 @@ class BatchDependencies:
     def _notes(self) -> dict[str, list[Note]]:
         return {
             "computed whole": self.whole,
-            "drawn by each micro-batch": self.drawn,
             "promised": self.promised,
         }
 
@@ -389,15 +384,15 @@ class BatchDependencies:
             text += f" Whole: {names}{', ...' if len(whole) > 4 else ''} bytes."
         for name, pieces, rows in self.pieces:
             text += f" Inside, {name} runs in {pieces} pieces of {_times(rows, 'row')}."
-        return text
+        return f"{text}{self.question}"
 
 
 _HEADER = ("bytes", "forward", "backward")
+
 _LEGEND = (
     "forward, backward: how many times the code before the line runs over all rows. "
     "Elementwise functions cost little, and may run more often."
 )
-
 
 _HOLDS = "\n".join(
     wrap(
@@ -406,16 +401,11 @@ _HOLDS = "\n".join(
         "whole batch; of a step of the library's own, those of a micro-batch."
     )
 )
-_DRAWN = (
-    "Drawn by each micro-batch: another draw of the same distribution than that of all "
-    'rows. With ga_optax.config.update("whole_draws", True) each draws all rows, in '
-    "the memory that this takes."
-)
 
 
-def _rows(stored: Sequence[window.Stored]) -> Iterator[tuple[str, ...]]:
+def _rows(stored: Sequence[report.Stored]) -> Iterator[tuple[str, ...]]:
     """The rows of the table; equal values of several layers share one."""
-    groups: dict[tuple[str, str], list[window.Stored]] = {}
+    groups: dict[tuple[str, str], list[report.Stored]] = {}
     for x in stored:
         groups.setdefault((x.line, x.what), []).append(x)
     for (line, what), group in groups.items():
@@ -424,7 +414,7 @@ def _rows(stored: Sequence[window.Stored]) -> Iterator[tuple[str, ...]]:
             _of_several(len(group), what),
             f"{sum(x.nbytes for x in group):,}",
             *map(str, runs),
-            about.short_line(line),
+            short_line(line),
         )
 
 
@@ -501,25 +491,26 @@ def batch_dependencies(
     def dependencies(*args: Any, **kwargs: Any) -> BatchDependencies:
         call = Call.of(options, args, kwargs, hint=True, types=True)
         plan, closed = _seen(call)
-        notes, why, number, last = ([], [], []), "", 0, window.WindowReport(0, 1, 0, ())
-        if isinstance(plan, AllRows):
+        notes, why, number, last = ([], []), "", 0, report.WindowReport(0, 1, 0, ())
+        if isinstance(plan, undivided.AllRows):
             jaxpr, why = closed.jaxpr, plan.why
-            order = window.of_all_rows(jaxpr, len(call.leaves("argnums")))
+            order = report.of_all_rows(jaxpr, len(call.leaves("argnums")))
         else:
             (micro_batch, program, operands, _), evaluation = plan
             part, number = micro_batch.part, len(operands.indices)
-            jaxpr, notes = part.jaxpr, (part.whole, part.drawn, part.promised)
-            order = window.stages_of_loop(program, operands)
+            jaxpr, notes = part.jaxpr, (part.whole, part.promised)
+            order = report.stages_of_loop(program, operands)
             if evaluation is not None:
-                order, last = evaluation.schedule, window.report_of(evaluation.schedule)
-        stages = window.described_stages(order, last.stored, number, call.num_of_all)
+                order, last = evaluation.schedule, report.report_of(evaluation.schedule)
+        stages = report.described_stages(order, last.stored, number, call.num_of_all)
         if not last.levels:
             last = last._replace(backward=int(bool(stages[-1].goes_back)))
         kept = [x for x in last.stored if x.kind in ("residual", "shared")]
         meetings = [x for x in last.stored if x not in kept]
         passes = last.forward, last.backward, last.peak, last.room
         pieces = list(dict.fromkeys(_pieces(jaxpr)))
-        ends = *_bytes_by_layout(call), pieces, why
+        question = call.question if notes[0] else ""
+        ends = *_bytes_by_layout(call), pieces, why, question
         return BatchDependencies(
             call.num_of_all, stages, meetings, kept, *notes, *passes, *ends
         )
@@ -553,19 +544,19 @@ def _bytes_by_layout(call: Call) -> tuple[dict[str, int], dict[str, int]]:
     return rows, {name: n for name, n in whole.items() if n}
 
 
-def _seen(call: Call) -> tuple[Scheduled | AllRows, Any]:
+def _seen(call: Call) -> tuple[engine.Scheduled | undivided.AllRows, Any]:
     """The plan that a call runs, to the end; of `AllRows` their program, too.
 
     Nothing is computed. The plan comes also if an option does not fit it.
     """
     arrays = {n: x for n, x in call.leaves().items() if batches.is_array(x)}
-    plans: list[Scheduled | AllRows] = []
+    plans: list[engine.Scheduled | undivided.AllRows] = []
     programs: list[Any] = [None]
 
     def run(values: dict[int, Any]) -> None:
         new = call.with_leaves(values)._replace(sees=plans.append)
         engine.value_and_grad(new, engine.as_one_equation)
-        if isinstance(plans[-1], AllRows):
+        if isinstance(plans[-1], undivided.AllRows):
             programs.append(engine.trace(new.on_device()).closed)
 
     try:

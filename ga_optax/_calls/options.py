@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from .. import _checks
 from .._devices.meshes import as_data_axis
-from .._loop import micro_step
+from .._loop import folds
 
 ROLES = ("argnums", "batch_argnums", "rng_argnums", "carry_argnums")
+
 # Keywords may have two of them, under these options.
 NAMES = {"batch_argnums": "batch_argnames", "rng_argnums": "rng_argnames"}
 
@@ -52,7 +53,7 @@ class Options(NamedTuple):
     batch_axes: Any = 0
     data_axis: Any = None
     residual_bytes: int | None = None
-    accumulator_dtype: DTypeLike | None = None
+    accumulator_dtype: Any = None
     optimize: bool = True
     weight_fn: Callable[..., ArrayLike] | None = None
     aux: Any = "mean"
@@ -77,7 +78,7 @@ class Options(NamedTuple):
         for name, todo in _BOOLS.items():
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, but it is {value!r}. {todo}")
-        micro_step.check_aux(self.aux)
+        folds.check_aux(self.aux)
         _check_residual_bytes(self.residual_bytes)
         for axis in jax.tree.leaves(self.batch_axes):
             if not _checks.is_int(axis):

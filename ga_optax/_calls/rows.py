@@ -1,46 +1,35 @@
-"""Rows of micro-batches and of results; regions of a mesh.
+"""Rows of micro-batches, and of the results.
 
     row i of micro-batch j  <->  row of the batch        one to one
 
-Which rows a micro-batch holds, and the results for all rows. Then a call at top level
-with a data axis.
+A micro-batch holds neighbouring rows, unless the compiler is known to distribute the
+batch and rows do not meet: then it holds every k-th row, and no row moves between
+devices. If the compiler decides later, when the program is lowered, the choice stays
+open, provided that the program is the same in both cases.
 """
 
-import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
 
-from .. import config
 from .._devices import collectives, meshes
 from .._devices.collectives import Membership
+from .._loop.folds import FOLDS, Fold, Weighting
 from .._loop.loop import Outcome
-from .._loop.micro_step import FOLDS, Fold, Weighting
-from .._partition import held, partitioned
+from .._loop.micro_step import scan
+from .._partition import partitioned
 from .._partition.held import PARTIAL, WHOLE, Axis, Layout, Rows, Uneven, type_here
 from .._partition.partitioned import Argument, Partitioned, in_any_order, partition
 from .._passes import jaxprs, primitives
-from .._passes.jaxprs import is_inexact
-from .._passes.shards import Shard, either
-from .._text import warn
 from .._window.flat import LONGEST
-from .._window.schedule import MEETINGS
-from .batches import Devices, DoesNotFitError
+from .._window.meetings import MEETINGS
 from .call import Call
-
-# == Rows ==============================================================================
-# The rows of each micro-batch, and the results for the rows of the whole batch.
-#
-# A micro-batch holds neighbouring rows, unless the compiler is known to distribute the
-# batch and rows do not meet: then it holds every k-th row, and no row moves between
-# devices. If the compiler decides later, when the program is lowered, the choice stays
-# open, provided that the program is the same in both cases.
+from .devices import Devices
 
 # The folds of results without rows, by layout.
 FOLD_OF_LAYOUT = {"whole": "last", "partial": "sum"}
@@ -106,8 +95,7 @@ def _of_rows(
         Rows(d, x.aval.shape[d] // size if strided else parts)
         for x, d in zip(batch, call.split_axes, strict=True)
     ]
-    checked, draws = call.devices.is_checked, config.whole_draws
-    axis = Axis(AXIS, size, LONGEST, checked, draws, bool(call.sees))
+    axis = Axis(AXIS, size, LONGEST, call.devices.is_checked, bool(call.sees))
     # Each micro-batch adds its part of the loss.
     return partition(jaxpr, _arguments(call, jaxpr, rows), axis, PARTIAL, like)
 
@@ -124,8 +112,7 @@ def of_neighbours(
     call: Call, jaxpr: Any, parts: int | Uneven, like: Partitioned | None = None
 ) -> Partitioned:
     """The program of a micro-batch of neighbouring rows, `like` another one."""
-    labels, draws = bool(call.sees), config.whole_draws
-    axis = Axis(AXIS, parts, LONGEST, draws_whole=draws, labels=labels)
+    axis = Axis(AXIS, parts, LONGEST, labels=bool(call.sees))
     arguments = _arguments(call, jaxpr, list(map(Rows, call.split_axes)))
     return partition(jaxpr, arguments, axis, PARTIAL, like)
 
@@ -215,7 +202,7 @@ def _arguments(call: Call, jaxpr: Any, rows: Sequence[Rows]) -> list[Argument]:
     any_argument = not (call.sums or any(jaxprs.num_readers(jaxpr, x) for x in params))
 
     def smooth(x: Any) -> bool:
-        return any_argument and is_inexact(x.aval)
+        return any_argument and jaxprs.is_inexact(x.aval)
 
     of_batch = enumerate(zip(batch, rows, strict=True), -call.rows)
     return [
@@ -233,7 +220,8 @@ def without_counts(
 ) -> list[Partitioned]:
     """The programs, of all micro-batches together, with their counts as constants.
 
-    Counts are sums and extrema of no parameters: all are known before the loop.
+    Counts are sums and extrema that the loss is not differentiated through: all are
+    known before the loop.
 
     Args:
       pairs: programs of micro-batches that are alike, and these micro-batches.
@@ -258,7 +246,7 @@ def _counts(triples: Sequence[Any], fixed: Sequence[Any]) -> list[jax.Array]:
         program = jaxprs.Program(jaxprs.live(terms), part.consts)
         run = functools.partial(_folded, folds, program, fixed)
         with jax.named_scope("counts"):
-            carry = jax.lax.scan(run, carry, xs)[0]
+            carry = scan()(run, carry, xs)[0]
     each = zip(folds, carry, names, strict=True)
     return [f.finish(x, None).astype(name.aval.dtype) for f, x, name in each]
 
@@ -284,17 +272,14 @@ def returned(
 ) -> list[Any]:
     """The results of `fun`, whose program is `jaxpr`, for the whole batch.
 
-    `results` are the results of micro-batches, stacked if they have rows. Now that all
-    worked, it is told what failed and was computed whole.
+    `results` are the results of micro-batches, stacked if they have rows.
     """
-    for text in held.unsaid(part.failures):
-        warn(text)
     leaves = [
         _joined(call.devices, x, layout, membership) if isinstance(layout, Rows) else x
         for x, layout in zip(results, part.layouts, strict=True)
     ]
-    if len(leaves) > len(jaxpr.outvars):  # the loss once more, whole
-        leaves[0] = leaves.pop()
+    if part.late is not None:
+        leaves = part.late.put(leaves)
     for y in _roundings(jaxpr, jaxpr.outvars[0]):
         leaves[0] = leaves[0].astype(y.aval.dtype)
     return [_of_type(x, v.aval) for x, v in zip(leaves, jaxpr.outvars, strict=True)]
@@ -425,232 +410,3 @@ def _joined(
         return x.reshape(shape)
     spec = *spec[: d + 1], *spec[d + 2 :]
     return jax.lax.reshape(x, shape, out_sharding=meshes.on_mesh_of(x, spec))
-
-
-# == Regions ===========================================================================
-
-REPLICATED: Any = PartitionSpec()
-
-
-class ManualAxisError(DoesNotFitError):
-    """`fun` shards something over a data axis that is bound, or over its mesh."""
-
-
-def over_mesh(
-    call: Call,
-    run: Callable[..., Any],
-    *others: tuple[Any, Any],
-    results: Any,
-    check_vma: bool,
-    closed_over: Sequence[Any] = (),
-) -> Any:
-    """`run(call, *others)` in a `shard_map` over the data axes.
-
-    Args:
-      call: the call at top level.
-      run: the function that each device runs on its part of the call.
-      others: further arguments, each with its specs.
-      results: the specs of the results; `gradients(call)` are those of gradients.
-      check_vma: as for `jax.shard_map`. JAX has no types for an axis beside the mesh,
-        nor for a constraint over all of it.
-      closed_over: the arrays that `fun` closes over, as far as they are known.
-    """
-    options, mesh, axes = call.options, call.devices.mesh, call.devices.axes
-    operands, specs = call.others, dict.fromkeys(call.others, REPLICATED)
-    for role in call.roles:
-        operands |= call.leaves(role)
-        specs |= dict.fromkeys(call.leaves(role), REPLICATED)
-    of_params = [place.spec for place in call.devices.params]
-    specs |= zip(call.leaves("argnums"), of_params, strict=True)
-    of_batch = [meshes.split_spec(axes, axis) for axis in call.split_axes]
-    specs |= zip(call.leaves("batch_argnums"), of_batch, strict=True)
-    by = meshes.By.COMPILER if call.devices.inner else meshes.By.US
-    inside = call.devices._replace(mesh=None, is_checked=check_vma, by=by, mapped=True)
-    values, of_others = [x for x, _ in others], [spec for _, spec in others]
-    given = {id(x) for x in operands.values()}
-    more = {
-        -1 - i: x
-        for i, x in enumerate(closed_over)
-        if collectives.is_operand(x) and id(x) not in given
-    }
-    known, perhaps = _dims_of_shards(call, call.others | more)
-    operands |= {n: x for n, x in more.items() if n in known or n in perhaps}
-    specs |= dict.fromkeys(operands.keys() & more.keys(), REPLICATED)
-
-    def mapped(dims: Mapping[int, int]) -> Callable[[Any], Any]:
-        """The function, to which some operands come split along a dimension."""
-
-        def local(leaves: Any, num_real: Any, *others: Any) -> Any:
-            shards = {n: Shard(leaves[n], d, axes) for n, d in dims.items()}
-            whole = {n: x.whole() for n, x in shards.items()}
-            # What fun closes over it sees as it is outside.
-            by_id = {id(more.get(n, whole[n])): x for n, x in shards.items()}
-            here = call.with_leaves(leaves | whole)._replace(
-                options=options._replace(num_real_microbatches=num_real),
-                devices=inside._replace(shards=by_id),
-            )
-            return run(here, *others)
-
-        of_shards = {n: meshes.split_spec(axes, d) for n, d in dims.items()}
-        in_and_out = (specs | of_shards, REPLICATED, *of_others), results
-        region = collectives.over_mesh(local, mesh, axes, in_and_out, check_vma)
-        return lambda args: region(*args)
-
-    args = operands, options.num_real_microbatches, *values
-    if not perhaps:
-        return mapped(known)(args)
-    watched = [operands[n] for n in perhaps]
-    return either(mapped(known), mapped(known | perhaps), args, watched, axes)
-
-
-def _dims_of_shards(
-    call: Call, arrays: Mapping[int, Any]
-) -> tuple[dict[int, int], dict[int, int]]:
-    """The dimensions along which the data axes shard arrays without rows or gradients.
-
-    Returns: the dimensions of arrays that are sharded, and of arrays that may be.
-    """
-    known: dict[int, int] = {}
-    perhaps: dict[int, int] = {}
-    axes, devices = call.devices.axes, call.devices.number
-    for n, x in arrays.items() if call.options.optimize and devices > 1 else ():
-        dims = meshes.dims_that_split(x, devices)
-        if not dims or jaxprs.numbers(x.shape) * x.dtype.itemsize < _SMALL:
-            continue
-        spec = meshes.known_spec(x)
-        named = [bool({*meshes.names_in(x)} & {*axes}) for x in spec or ()]
-        if any(named):
-            known[n] = next((d for d in dims if any(named[d : d + 1])), dims[0])
-        elif spec is None:
-            perhaps[n] = dims[0]
-    return known, perhaps
-
-
-_SMALL = 2**16  # bytes: what has fewer is gathered once, for a message takes longer
-
-
-def specs_of_gradients(call: Call) -> Any:
-    """The specs of gradients, which come back from the region."""
-    specs = [place.spec for place in call.devices.gradients]
-    return jax.tree.structure(call.params).unflatten(specs) if specs else ()
-
-
-def on_mesh(call: Call, xs: list[Any]) -> list[Any]:
-    """The leaves, constrained along rows to the mesh, if `jax.jit` must know the mesh.
-
-    `jax.jit` does not look for a mesh inside an equation.
-    """
-    traced = any(isinstance(x, jax.core.Tracer) for x in xs)
-    devices = call.devices
-    if not (traced and isinstance(devices.mesh, Mesh)):
-        return xs
-    specs: list[Any] = [None] * len(xs)
-    for i, (x, axis) in enumerate(zip(xs, call.split_axes, strict=False)):
-        entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * jnp.ndim(x)
-        entries[axis] = meshes.as_entry(devices.axes)
-        specs[i] = PartitionSpec(*entries)
-    return collectives.constrain(xs, specs, devices.mesh)
-
-
-# -- The errors of JAX about axes ------------------------------------------------------
-
-
-@contextlib.contextmanager
-def errors_explained(call: Call) -> Iterator[None]:
-    """Adds to the errors of JAX about axes what to do, in the words of the options."""
-    try:
-        yield
-    except (NameError, NotImplementedError, ValueError) as error:
-        text = str(error)
-        for words, todo in _ADVICE.items():
-            if words in text:
-                error.add_note(todo)
-        names = [name for name in call.devices.bound if f"'{name}'" in text]
-        if names and "manual" in text.lower():
-            todo = _SHARDS if "constraint" in text else _CLOSES
-            todo = _MAPS if "shard_map" in text else todo
-            todo = _MESH if "mesh passed to shard_map" in text else todo
-            text = f"{todo.format(names[0])} JAX says: {error}"
-            raise ManualAxisError(text) from error
-        raise
-
-
-_AS_ARGUMENT = "an argument without a role goes whole to every device."
-_ADVICE = {
-    "unbound axis name": "fun communicates over an axis that is not bound here. With "
-    "value_and_grad fun needs no collectives: it sees all rows.",
-    "Closing over": "In terms of ga_optax: if fun closes over an array that lies on "
-    f"the mesh, pass it as an argument: {_AS_ARGUMENT}",
-}
-
-# The advice on what names a data axis that is bound: regions, shardings and arrays.
-_MAPS = (
-    'A jax.shard_map in fun over {!r} does not go with data_axis= and sync="last". '
-    'Pass sync="each", or no data_axis, and every micro-batch is reduced; or leave the '
-    "shard_map out: fun runs on one device of that axis already, with its rows."
-)
-_MESH = (
-    "A jax.shard_map in fun must not be over {!r}, since fun runs on one device of it, "
-    "with its rows. Here mesh= names it too, and rows of the region cannot be divided. "
-    "Leave mesh= out, in jax.set_mesh(mesh): then it is over the other axes. "
-    'Or pass sync="each", or no data_axis, and every micro-batch is reduced.'
-)
-_CHECKED = (
-    "With a jax.shard_map in fun, the one around it, over {!r}, must have "
-    "check_vma=False: JAX does not compile the gradient of one in one that checks."
-)
-_SHARDS = (
-    "With a data_axis fun must not shard anything over it by a PartitionSpec, since it "
-    "sees the rows of one device, but it names {!r}. Pass with_sharding_constraint a "
-    "NamedSharding, out of which the data axis is taken, or a PartitionSpec of other "
-    "axes alone (in Flax, take the name out of the logical axis rules, in Haliax out "
-    "of the axis mapping). In your own jax.shard_map, pass check_vma=False, too. Or "
-    'pass sync="each", or no data_axis, and every micro-batch is reduced.'
-)
-_CLOSES = (
-    "With a data_axis fun must get arrays as arguments, since it runs on one device of "
-    "{!r}, but here it closes over an array that lies on the mesh. Pass the array: "
-    + _AS_ARGUMENT
-)
-
-
-def check_no_region(call: Call, jaxpr: Any) -> None:
-    """Raises if `fun` maps over an axis of which it has the rows of one device.
-
-    JAX itself raises from 0.12 on, and computes another number before.
-    """
-    for e in _regions(jaxpr):
-        specs = *e.params["in_specs"], *e.params["out_specs"]
-        axes = {name for spec in specs for x in spec for name in meshes.names_in(x)}
-        if both := axes.intersection(call.devices.bound):
-            raise ManualAxisError(_MAPS.format(min(both)))
-
-
-def check_regions(call: Call, jaxpr: Any) -> None:
-    """Raises if a region of `fun`, over other axes, is one of another mesh.
-
-    `fun` was traced where the data axes were not bound. A rule takes a region over to
-    here, and XLA does not compile one that is computed whole, for want of a rule.
-    """
-    bound, context = call.devices.bound, jax.sharding.get_abstract_mesh()
-    found = _regions(jaxpr) if bound else []
-    if any(e.params["mesh"] != context for e in found):
-        raise ManualAxisError(_MESH.format(bound[0]))
-    if found and call.devices.is_checked:  # what goes back has types of no region
-        raise ManualAxisError(_CHECKED.format(bound[0]))
-
-
-def _regions(jaxpr: Any) -> list[Any]:
-    every = jaxprs.equations(jaxpr)
-    return [e for e in every if e.primitive.name == "shard_map"]
-
-
-def check_not_reduced(call: Call, loss: Any) -> None:
-    """Raises if the loss is that of all devices already."""
-    reduced = [name for name in call.devices.bound if name not in meshes.varying(loss)]
-    if reduced and meshes.checks_varying():
-        raise DoesNotFitError(
-            "fun must return the loss of one device's micro-batch, but its loss is the "
-            f"same on all devices along {reduced[0]!r}: it is reduced already. Take "
-            "the psum or pmean out of fun: the window is reduced once, at its end."
-        )

@@ -5,6 +5,7 @@
 First the function and its checks, then the program of one micro-batch.
 """
 
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
@@ -18,14 +19,13 @@ from jax.typing import ArrayLike
 
 from .. import _checks, accumulator
 from .._devices import meshes
-from .._devices.meshes import DataAxis
-from .._loop import micro_step
+from .._loop import folds, micro_step
 from .._loop.loop import run_loop
 from .._loop.micro_step import LossProgram, Operands, run_passes
-from .._partition import custom
-from .._passes import about, jaxprs
+from .._partition import closures
+from .._passes import effects, jaxprs, places
 from ..accumulator import Accumulator, as_weight
-from . import rows
+from . import regions, undivided
 from .batches import argument, is_typed_key, named_batch, to_pass
 from .call import Call, check_carry, put_together, taken_apart, warns_outside_jit
 from .options import Argument, Options
@@ -52,7 +52,7 @@ def accumulate(
     batch_argnums: int | Sequence[int] = 1,
     batch_argnames: str | Sequence[str] = (),
     batch_axes: Any = 0,
-    data_axis: str | Sequence[str] | DataAxis | None = None,
+    data_axis: str | Sequence[str] | meshes.DataAxis | None = None,
     optimize: bool = True,
     weight_fn: Callable[..., ArrayLike] | None = None,
     aux: Any = "mean",
@@ -91,7 +91,7 @@ def accumulate(
     others are off by `n·eps·Σ|terms|` at most. A micro-batch of weight 0 changes no
     gradient, loss or mean, whatever it holds. What an empty accumulator holds (`count
     == 0`) is never read. With `optimize=False` the sums are float32 too, and weight 0
-    changes nothing; but two groupings agree to rounding only. Page: "Exactness".
+    changes nothing; but groupings agree to rounding only. Page: "Rounding and bits".
 
     **Keys.** The micro-batches of a call see `fold_in(key, acc.count + i)`. Pass the
     same key all through the window: k calls of one micro-batch and one call of k draw
@@ -118,7 +118,8 @@ def accumulate(
       weight_fn: a function of a micro-batch's batch arguments, and then of the aux if
         `has_aux`, that returns its weight, a non-negative scalar. A negative one gives
         NaN. No gradient flows through it.
-      aux: "mean" (weighted), "sum", "last", "stack", or a prefix of the aux with those.
+      aux: "mean" (weighted), "sum", "max", "min", "last", "stack", or a prefix of the
+        aux with those.
       rng_argnums: PRNG keys, or trees of them, one for each micro-batch, see **Keys**.
       rng_argnames: keywords that are keys.
       carry_argnums: those that thread through the micro-batches, such as batch
@@ -142,6 +143,7 @@ def accumulate(
 
     @warns_outside_jit
     def accumulate_fun(acc: Accumulator, *args: Any, **kwargs: Any) -> Any:
+        _check_accumulator(acc, args)
         call = Call.of(options, args, kwargs)
         for i in call.roles["rng_argnums"]:
             _check_keys(i, call.at(i))
@@ -160,6 +162,14 @@ def accumulate(
 
 def _added(call: Call, acc: Accumulator, merges: bool) -> tuple[Any, Accumulator]:
     """The micro-batches of a call, added to an accumulator: loss, carry and aux."""
+    run = functools.partial(_in_loop, acc=acc, merges=merges)
+    out, error = undivided.with_or_without(run, call)
+    if error is not None:
+        raise error
+    return out
+
+
+def _in_loop(call: Call, acc: Accumulator, merges: bool) -> tuple[Any, Accumulator]:
     where = call.where()
     step, operands, (of_carry, of_aux) = traced_micro_batch(call, where, acc)
     with meshes.scope_of(call.options.data_axis):
@@ -175,20 +185,20 @@ def _added(call: Call, acc: Accumulator, merges: bool) -> tuple[Any, Accumulator
 def _over_mesh(call: Call, acc: Accumulator) -> tuple[Any, Accumulator]:
     """The micro-batches of a call at top level with a data axis, merged once a call."""
     of_acc = Accumulator(
-        rows.specs_of_gradients(call), rows.REPLICATED, rows.REPLICATED
+        regions.specs_of_gradients(call), regions.REPLICATED, regions.REPLICATED
     )
     # Stacks differ between devices; all other results are the same on all devices.
     split = meshes.split_spec(call.devices.axes)
     of_aux = jax.tree.map(
-        lambda x: split if x == "stack" else rows.REPLICATED, call.options.aux
+        lambda x: split if x == "stack" else regions.REPLICATED, call.options.aux
     )
-    results = (rows.REPLICATED, rows.REPLICATED, of_aux), of_acc
+    results = (regions.REPLICATED, regions.REPLICATED, of_aux), of_acc
     try:
-        return rows.over_mesh(
+        return regions.over_mesh(
             call, _merged, (acc, of_acc), results=results, check_vma=True
         )
-    except rows.ManualAxisError:
-        return rows.over_mesh(
+    except regions.ManualAxisError:
+        return regions.over_mesh(
             call, _merged, (acc, of_acc), results=results, check_vma=False
         )
 
@@ -213,13 +223,25 @@ def _merged(call: Call, acc: Accumulator) -> tuple[Any, Accumulator]:
 _REPLACED = "_overwrite_with_gradient"
 
 
+def _check_accumulator(acc: Any, args: tuple[Any, ...]) -> None:
+    """Raises unless the first argument is an accumulator, and no other one is."""
+    others = [i for i, x in enumerate(args, 1) if isinstance(x, Accumulator)]
+    if isinstance(acc, Accumulator) and not others:
+        return
+    came = f"it is of type {type(acc).__name__}"
+    todo = "Start with acc = accumulator.init(params), and pass it: step(acc, params, "
+    todo += "batch)."
+    if others:
+        came += f", and argument {others[0]} is an accumulator"
+        todo = "The order is accumulate(fun, k)(acc, params, batch)."
+    raise TypeError(
+        "The first argument must be the accumulator to continue, and the only one, but "
+        f"{came}. {todo}"
+    )
+
+
 def _check_continues(call: Call, acc: Any) -> None:
     """Raises if `accumulate` cannot add the gradients of a call to `acc`."""
-    if not isinstance(acc, Accumulator):
-        raise TypeError(
-            "The first argument must be the accumulator to continue, but it is of "
-            f"type {type(acc).__name__}. Start with accumulator.init(params)."
-        )
     _checks.check_no_types("acc", acc)
     devices, axis = call.devices, call.options.data_axis
     specs = [] if axis is None else [axis.param_specs, axis.grad_specs]
@@ -323,16 +345,19 @@ def traced_micro_batch(
     params, _, keys, carry = (list(call.leaves(role).values()) for role in call.roles)
     first = [x[0] for x in batch]
     arguments = params, first, keys, carry
-    run = about.in_name_of(options.fun, _micro_batch(call, first[0]))
+    run = places.in_name_of(options.fun, _micro_batch(call, first[0]))
     trace = jax.make_jaxpr(run, return_shape=True)
-    with rows.errors_explained(call):
+    with regions.errors_explained(call):
         closed, shapes = trace(*arguments)
-    closed = custom.without_closures(closed, (), len(params))
-    rows.check_no_region(call, closed.jaxpr)
-    rows.check_regions(call, closed.jaxpr)
+    try:
+        closed = closures.without_closures(closed, (), len(params))
+    except closures.EscapedError:
+        closed = jax.make_jaxpr(_gradient_first(run))(*arguments)
+    regions.check_no_region(call, closed.jaxpr)
+    regions.check_regions(call, closed.jaxpr)
     devices = call.devices
     closed = closed.replace(
-        jaxpr=about.constraints_without(closed.jaxpr, devices.bound)
+        jaxpr=regions.constraints_without(closed.jaxpr, devices.bound)
     )
     # The types of the results say over which devices they vary; their shapes do not.
     avals = [variable.aval for variable in closed.jaxpr.outvars]
@@ -344,8 +369,8 @@ def traced_micro_batch(
         return trace(params, more, keys, carry)[1][-1]
 
     length = first[0].shape[call.split_axes[0]]
-    of_aux = micro_step.folds_of(options.aux, aux, length, aux_of_twice)
-    rows.check_not_reduced(call, loss)
+    of_aux = folds.folds_of(options.aux, aux, length, aux_of_twice)
+    regions.check_not_reduced(call, loss)
     multiplies = weight is not None and _multiplies(call, closed, arguments)
     program = jaxprs.Program(closed.jaxpr, closed.consts)
     optimize = options.optimize
@@ -400,6 +425,32 @@ def _micro_batch(call: Call, x: jax.Array) -> Callable[..., Any]:
     return micro_batch
 
 
+def _gradient_first(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, with a rule: JAX differentiates it where it is called.
+
+    A rule in it that closes over what `jax.vmap` maps runs only while it is traced.
+    """
+
+    def forward(params: Any, *rest: Any) -> Any:
+        def pair(params: Any) -> tuple[Any, Any]:
+            loss, *others = run(params, *rest)
+            return loss, others
+
+        (loss, others), grads = jax.value_and_grad(pair, has_aux=True)(params)
+        return (loss, *others), grads
+
+    def backward(grads: Any, cts: Any) -> Any:
+        def times(g: jax.Array) -> jax.Array:
+            dtype = jnp.promote_types(g.dtype, cts[0].dtype)
+            return (g.astype(dtype) * cts[0].astype(dtype)).astype(g.dtype)
+
+        return jax.tree.map(times, grads), None, None, None
+
+    ruled = jax.custom_vjp(lambda *args: run(*args))
+    ruled.defvjp(forward, backward)
+    return ruled
+
+
 def _multiplies(call: Call, closed: core.ClosedJaxpr, arguments: Any) -> bool:
     """True if weights must multiply gradients, and not the cotangent of the loss."""
     loss: Any = closed.jaxpr.outvars[0].aval
@@ -416,7 +467,7 @@ def _scales(closed: core.ClosedJaxpr, params: list[Any], *rest: Any) -> bool:
     casts and rules (`jax.custom_jvp`) that the loss does not show.
     """
     moving = frozenset(closed.jaxpr.invars[: len(params)])
-    if about.side_effects(closed.jaxpr, moving).nonlinear_backward:
+    if effects.side_effects(closed.jaxpr, moving).nonlinear_backward:
         return False
 
     def backward(params: list[Any], *rest: Any) -> Any:

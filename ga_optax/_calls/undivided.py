@@ -1,31 +1,30 @@
-"""All rows at once, and errors and advice where rows meet.
-
-What a program that is not divided runs; options that do not fit where rows meet; advice
-on what is computed of all rows; derivatives that a window lacks.
-"""
+"""All rows at once: what runs then, what is refused, what is advised."""
 
 import collections
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from .._checks import divisors, one_of, uneven
+from .._checks import divisors, one_of, or_else, uneven
+from .._devices import collectives
 from .._partition import custom
-from .._partition.held import Axis, Note, meeting_of
+from .._partition.held import Note, meeting_of
 from .._partition.partitioned import Partitioned
-from .._passes import about, jaxprs
+from .._passes import effects, equation, jaxprs, places
 from .._passes.equation import Divided
 from .._text import is_first, warn
+from .._window.meetings import MEETINGS
+from .._window.report import ALONE
 from .._window.run import TakesMoreError
-from .._window.schedule import MEETINGS
 from . import batches, rows
-from .batches import DoesNotFitError
 from .call import Call
+from .devices import DoesNotFitError
 
 # == All rows at once ==================================================================
 
@@ -74,35 +73,119 @@ def in_one(call: Call, plan: AllRows) -> Pair:
     return out
 
 
+def flat_of(
+    jaxpr: core.Jaxpr, num_params: int, types: Sequence[Any], reads: Sequence[int]
+) -> Callable[..., list[Any]]:
+    """`jax.value_and_grad` of the traced function, whose operands are the last.
+
+    `types` are the types of all operands, `reads` the places of the operands that come,
+    `num_params` is the number of leaves to differentiate with respect to.
+    """
+    jaxpr = jaxprs.without_values(jaxpr)
+    number = len(types)
+
+    def zero(i: int) -> Any:
+        return None if i in reads else jnp.zeros(types[i].shape, types[i].dtype)
+
+    unread = number - len(jaxpr.constvars) - len(jaxpr.invars)
+
+    def flat(*some: Any) -> list[Any]:
+        xs = jaxprs.put([*map(zero, range(number))], reads, some)
+        args = xs[number - len(jaxpr.invars) :]
+        consts = xs[unread : number - len(args)]
+
+        def loss_of(*params: Any) -> tuple[Any, list[Any]]:
+            batch = args[num_params:]
+            loss, *aux = jax.core.eval_jaxpr(jaxpr, consts, *params, *batch)
+            return loss, aux
+
+        loss, pull, aux = jax.vjp(loss_of, *args[:num_params], has_aux=True)
+        return [loss, *aux, *pull(jnp.ones_like(loss))]
+
+    return flat
+
+
+def tried(run: Callable[..., Any], *args: Any) -> tuple[Any, Exception | None]:
+    """`run(*args)`, or the error, which is a fault of this library or of a new JAX.
+
+    An `IndivisibleError`, which says why all rows run at once, is returned as well.
+    Errors of the user's code are raised, and errors that say what does not fit.
+    """
+    try:
+        return run(*args), None
+    except (DoesNotFitError, equation.NoDerivativeError, Warning):
+        raise
+    except Exception as error:
+        if places.is_of_user(error):
+            raise places.of_numbers(error) or error  # noqa: B904
+        return None, error
+
+
+def with_or_without(
+    run: Callable[[Call], Any], call: Call
+) -> tuple[Any, Exception | None]:
+    """`tried(run, call)`, or without passes if one of them raises, and a warning."""
+    out, error = tried(run, call)
+    is_fault = error is not None and not isinstance(error, effects.IndivisibleError)
+    if not (is_fault and call.options.optimize):
+        return out, error
+    devices = call.devices.for_arrays((call.args, call.kwargs), False)
+    options = call.options._replace(optimize=False)
+    out, again = tried(run, call._replace(options=options, devices=devices))
+    if again is not None:
+        return None, error
+    warn(
+        f"{_said_of(error)} It goes on as with optimize=False, which may take more "
+        "memory. The result is right."
+    )
+    return out, None
+
+
+def with_loss(
+    fun: Callable[..., Any], axes: tuple[str, ...] = ()
+) -> Callable[..., Any]:
+    def with_loss(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
+        return collectives.vary(jnp.zeros([]), axes), fun(*args, **kwargs)
+
+    return with_loss
+
+
 def why_undivided(error: Exception, micro_batch: Any) -> str:
     """Why a program is not divided, or cannot be, and what helps."""
     if isinstance(error, TakesMoreError):
-        if not micro_batch.part.whole:
-            return str(error)
-        _, what, todo = _whole_in_words(micro_batch.part)
-        return f"{error} Each of them has {what}. {todo}"
+        part, question = micro_batch.part, micro_batch.call.question
+        todo = f"{ALONE} ga_optax.batch_dependencies shows the lines."
+        text = f"{error}{question} {todo}"
+        if part.whole:
+            _, what, todo = _whole_in_words(part)
+            each = or_else(question, "Each of them has")
+            text = f"{error}{each} {what}. {todo}"
+        return " ".join(x for x in (text, advice_on_scans(part.jaxpr)) if x)
+    if isinstance(error, effects.IndivisibleError):
+        return str(error)
+    return (
+        f"{_said_of(error)} If rows of a function in there do not need each other, "
+        "such as a solver under jax.vmap, ga_optax.rowwise of it, here "
+        "ga_optax.rowwise(jax.vmap(fun, in_axes), in_axes), needs no look inside."
+    )
+
+
+def _said_of(error: Exception) -> str:
+    """A sentence on a fault of this library, or of a new JAX."""
     why = " ".join([str(error).split("\n")[0], *getattr(error, "__notes__", ())])
-    file, line = about.raised_at(error)
+    file, line = places.raised_at(error)
     return (
         f"ga_optax with jax {jax.__version__} cannot divide the program: "
-        f"{type(error).__name__}: {why} ({os.path.basename(file)}:{line}). "
-        "If rows of a function in there do not need each other, such as a solver under "
-        "jax.vmap, ga_optax.rowwise of it, here ga_optax.rowwise(jax.vmap(fun, in_axes)"
-        ", in_axes), needs no look inside."
+        f"{type(error).__name__}: {why} ({os.path.basename(file)}:{line})."
     )
 
 
 # -- What does not fit ------------------------------------------------------------
 
 
-def does_not_divide(call: Call, jaxpr: Any) -> DoesNotFitError:
+def does_not_divide(call: Call, source: Any) -> DoesNotFitError:
     """The error that rows meet, so that the last micro-batch cannot be smaller."""
-    total = rows.parts_of(call).total
-    one = rows.of_neighbours(call, jaxpr, total)  # each row by itself
-    axis = Axis(rows.AXIS, total, 0)
-    every = filter(axis.is_meeting, jaxprs.equations(one.jaxpr))
-    met = one.in_gradient or next(every, None)  # counts can be had
-    where = f", and rows meet at {about.place_of(met.source_info)}" if met else ""
+    where = f", and rows meet at {places.place_of(source)}" if source else ""
     number, came, _ = batches.counted_rows(call, hint=True)
     (option, k), name = call.asked, came.partition(" has shape")[0]
     leaves = jax.tree.leaves(call.role("batch_argnums"))
@@ -111,8 +194,8 @@ def does_not_divide(call: Call, jaxpr: Any) -> DoesNotFitError:
     cut = _CUT if any(call.split_axes) else ""
     return DoesNotFitError(
         f"{option}={k} must divide the batch axis if rows meet, but {came}"
-        f"{where}. Use {one_of(divisors(number))}{todo * more}. "
-        f"{uneven(number, k)}{cut}{batches.or_another(call)}"
+        f"{where}.{or_else(call.question, 'Use')} "
+        f"{one_of(divisors(number))}{todo * more}. {uneven(number, k)}{cut}"
     )
 
 
@@ -136,7 +219,7 @@ def check_options(call: Call, part: Partitioned) -> None:
     e = next(gathered, part.in_gradient)
     if e is None:
         return
-    where = f"rows meet at {about.place_of(e.source_info)}"
+    where = f"rows meet at {places.place_of(e.source_info)}"
     if devices.each or devices.scatters:
         raise DoesNotFitError(
             f'If rows meet, data_axis must have sync="last", but {where}, and it is '
@@ -168,6 +251,7 @@ _OF_INDEX = (
     "An index may reach any row. If each row has its own, such as the nodes of its own "
     "graph, index inside of a row, by jax.vmap or take_along_axis, and add no offsets."
 )
+
 # The advice on primitives that are computed for all rows.
 _TODO = {
     "while": "A loop that runs until all rows are done has all of them in every "
@@ -178,14 +262,17 @@ _TODO = {
     "fewer micro-batches.",
     "dynamic_update_slice": "Join the new part and the old one by jnp.concatenate.",
 }
+
 _OF_EFFECT = (
     "Code that prints, checks or calls back gets all rows at once: give it fewer "
     "numbers, such as a sum over rows."
 )
+
 _OF_ANY_OTHER = (
     "If no row needs another there, write it for one row, under jax.vmap. If rows must "
     "meet, more micro-batches save no memory there."
 )
+
 _MOST_LINES = 4
 
 
@@ -196,16 +283,31 @@ def advice_on_primitives(whole: Sequence[Note]) -> list[str]:
     return list(dict.fromkeys(filter(None, todo)))
 
 
+def advice_on_scans(jaxpr: core.Jaxpr) -> str:
+    """Returns the advice on scans of JAX along rows; "" if there is no such scan."""
+    met = (e for e in jaxprs.equations(jaxpr) if e.primitive.name in MEETINGS)
+    scans = [e for e in met if places.is_inside(e, jax.lax.associative_scan)]
+    if not scans:
+        return ""
+    line = places.line_of(scans[0].source_info)
+    return (
+        f"jax.lax.associative_scan, at {line}, scans along the rows: with "
+        "ga_optax.associative_scan each micro-batch scans its own, not under jax.vmap."
+    )
+
+
 def advice_on_hidden(whole: Sequence[Note]) -> str:
     """Returns the advice on code that cannot be read; "" if there is no such code."""
-    hidden = {x: about.hidden_kind(x.name) for x in whole if about.hidden_kind(x.name)}
+    hidden = {
+        x: effects.hidden_kind(x.name) for x in whole if effects.hidden_kind(x.name)
+    }
     if not hidden:
         return ""
     counts = collections.Counter(hidden.values())
     kinds = [f"{n} {kind}{'' if n == 1 else 's'}" for kind, n in counts.items()]
     are = "is" if len(hidden) == 1 else "are"
     lines = (
-        re.match(r"(.*?:\d+):\d+ \((.*?)\)", about.short_line(x.line)) for x in hidden
+        re.match(r"(.*?:\d+):\d+ \((.*?)\)", places.short_line(x.line)) for x in hidden
     )
     named = dict.fromkeys(f"{x[2]} ({x[1]})" for x in lines if x)
     what = " and ".join(named) or "what calls it"
@@ -224,8 +326,14 @@ def warn_of_whole(call: Call, jaxpr: core.Jaxpr, part: Partitioned) -> None:
     """
     if rows.is_open(jaxpr):
         return
-    size, of_batch = call.num_of_all, part.jaxpr.invars[-1 - len(call.batch) :]
-    for_all, for_own = _computed(part.jaxpr, of_batch, ())
+    size, one = call.num_of_all, part.jaxpr
+    of_batch = one.invars[-1 - len(call.batch) :]
+    if not part.whole:  # a scan that is computed once without a note is a little one
+        moving = effects.moving(one, one.invars[: -len(of_batch)])
+        still = [e for e in one.eqns if moving.isdisjoint(e.outvars)]
+        little = {id(e) for e in still if jaxprs.kind(e) == "scan"}
+        one = one.replace(eqns=[e for e in one.eqns if id(e) not in little])
+    for_all, for_own = _computed(one, of_batch, ())
     if for_all <= for_own * (1 if part.whole else size):
         return
     lines, what, todo = _whole_in_words(part)
@@ -233,8 +341,9 @@ def warn_of_whole(call: Call, jaxpr: core.Jaxpr, part: Partitioned) -> None:
         f"Each of {size} micro-batches computes {for_all:,} bytes for all rows, "
         f"and {for_own:,} for its own rows: {what}. "
         f"{todo} ga_optax.batch_dependencies shows every line."
+        f"{call.question}"
     )
-    about.log_sentence(text)
+    places.log_sentence(text)
     if is_first(lines):
         warn(text)
 
@@ -242,7 +351,7 @@ def warn_of_whole(call: Call, jaxpr: core.Jaxpr, part: Partitioned) -> None:
 def _whole_in_words(part: Partitioned) -> tuple[tuple[str, ...], str, str]:
     """Lines that are computed whole, or where rows meet; the same in words; advice."""
     lines = [f"{x.name.rstrip(',')}, at {x.line}" for x in part.whole] or [
-        f"{jaxprs.name_of(e)}, at {about.place_of(e.source_info)}"
+        f"{jaxprs.name_of(e)}, at {places.place_of(e.source_info)}"
         for e in jaxprs.equations(part.jaxpr)
         if e.primitive.name in MEETINGS
     ]
@@ -322,10 +431,10 @@ def derivative_refused(call: Call, e: core.JaxprEqn, what: str) -> Exception:
     """The error of a derivative that cannot be had, of a program with such a call."""
     bound = call.devices.bound
     where = f"a jax.shard_map binds {bound}" if bound else "the mesh has them"
-    return custom.NoDerivativeError(
+    return equation.NoDerivativeError(
         f"{what} cannot be differentiated in a jax.shard_map, or with mesh axes of "
         "explicit type, if fun has a derivative rule of its own, but fun has "
-        f"{e.primitive.name} at {about.place_of(e.source_info)}, and {where}. Call "
+        f"{e.primitive.name} at {places.place_of(e.source_info)}, and {where}. Call "
         "the function of ga_optax at top level, with data_axis=ga_optax.DataAxis(name, "
         "mesh=mesh) and mesh axes of the type Auto."
     )
@@ -334,5 +443,5 @@ def derivative_refused(call: Call, e: core.JaxprEqn, what: str) -> Exception:
 def differentiable_once(x: Any, error: Exception) -> Any:
     """The same array, which raises `error` if it is differentiated twice."""
     same = jax.custom_jvp(lambda x: x)
-    same.defjvp(lambda xs, ts: (custom.not_differentiable(xs[0], error), ts[0]))
+    same.defjvp(lambda xs, ts: (equation.not_differentiable(xs[0], error), ts[0]))
     return same(x)

@@ -3,5 +3,5 @@
     plan   the fewest micro-batches that fit into memory, on this machine or another
     audit  every collective of a compiled step, from its HLO
 
-Imports the root, and `_passes.about`.
+Imports the root, and `_passes.places`.
 """

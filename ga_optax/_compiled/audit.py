@@ -109,89 +109,44 @@ class Audit:
             where = " > ".join(loops) or "once"
             where += ", in a branch" if c.conditional else ""
             times = "?" if c.times is None else f"{c.times:,}"
-            groups = c.replica_groups
+            groups = c.replica_groups if c.axes is None else ", ".join(c.axes)
             groups = groups if len(groups) <= 48 else groups[:47] + "…"
-            devices = groups if c.axes is None else ", ".join(c.axes)
             source = c.source if len(c.source) <= 48 else "…" + c.source[-47:]
-            rows.append((c.kind, f"{c.num_bytes:,}", times, where, devices, source))
+            rows.append((c.kind, f"{c.num_bytes:,}", times, where, groups, source))
         table = _text.ruled(rows, left=(0, 3, 4, 5))
         return "\n".join([*table, "", *_text.wrap(self._verdict())])
 
     def _verdict(self) -> str:
         total, number = self.total_bytes, len(self.collectives)
         amount = "an unknown number of" if total is None else f"{total:,}"
-        bytes_ = f"{amount} bytes a call on each device"
-        counted = f"{number} collective" + ("s" if number > 1 else "")
-        if not self.in_loop:
-            advice = self._about_arguments() or self._about_moved_data()
-            return f"{counted}, none in a loop: {bytes_}.{advice}"
-        largest = max(self.in_loop, key=lambda c: c.num_bytes)
-        unknown = largest.times is None
-        often = "in every iteration" if unknown else f"{largest.times:,} times a call"
-        if largest.conditional:
-            often = f"at most {often}, in a branch"
-        activations = "activations or parameters of a sharded model"
-        advice = (
-            "If it reduces a gradient, pass data_axis= to value_and_grad, which "
-            'reduces once, after the loop, unless sync="each" asks for a reduction in '
-            f"every iteration. If it is for {activations}, the model needs it."
-        )
-        if self._merges:
-            advice = (
-                "Gradients are reduced outside of loops already (scope merge), so this "
-                f"collective is most likely for {activations}."
-            )
-        if _EACH in largest.source.split("/"):
-            advice = (
-                'sync="each" asks for the reductions in every iteration (scope '
-                f'{_EACH}); sync="last" has one after the loop. What is for '
-                f"{activations} stays in both."
-            )
-        return (
-            f"{counted}, {len(self.in_loop)} in a loop: {bytes_}. The largest in a "
-            f"loop is {largest.kind} of {largest.num_bytes:,} bytes, {often}. {advice}"
-            f"{self._about_arguments()}"
-        )
-
-    @property
-    def _merges(self) -> bool:
-        """True if a collective outside of loops has the scope of `data_axis=`."""
-        once = (c.source.split("/") for c in self.collectives if not c.loops)
-        return any(not _MERGE.isdisjoint(scopes) for scopes in once)
-
-    def _about_arguments(self) -> str:
-        """Names the arguments of the program that every device gathers."""
-        gathers = [c for c in self.collectives if c.kind == "all-gather"]
-        named = [c for c in gathers if c.source and not _OPERATION.match(c.source)]
-        if not named:
-            return ""
-        names = list(dict.fromkeys(c.source for c in named))
-        listed = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-        nbytes = sum(c.num_bytes for c in named)
-        of_batch = "; for the batch, data_axis= to value_and_grad" * (not self._merges)
-        return (
-            f" Every device gathers all of {listed}: {nbytes:,} bytes from each. For "
-            f"parameters, pass param_specs= to DataAxis{of_batch}. "
-            "Other arrays of value_and_grad(data_axis=) stay sharded if they are "
-            "arguments of the outermost jitted function, or if "
-            "jax.lax.with_sharding_constraint gives their sharding."
-        )
-
-    def _about_moved_data(self) -> str:
+        counted = f"{number} collective{'s' * (number > 1)}"
+        counted += f", {len(self.in_loop) or 'none'} in a loop"
+        texts = [f"{counted}: {amount} bytes a call on each device."]
+        scopes = {x for c in self.collectives for x in c.source.split("/")}
         others = [c for c in self.collectives if c.kind not in _REDUCTIONS]
-        moved = sum(c.num_bytes for c in others)
-        if not moved:
-            return ""
-        fact = (
-            f" {moved:,} of them move data between devices without a reduction. A step "
-            "with sharded parameters or logical devices needs that."
-        )
-        if self._merges:
-            return fact
-        return (
-            f"{fact} If the data is the batch, pass data_axis= to value_and_grad, or "
-            "every device may compute the whole batch."
-        )
+        if _EACH in scopes:
+            texts.append(
+                'sync="each" asks for the reductions in every iteration (scope '
+                f'{_EACH}); sync="last" has one after the loop.'
+            )
+        elif _MERGE.isdisjoint(scopes) and (others or self.in_loop):
+            texts.append(
+                "If they reduce gradients or move the batch, pass data_axis= to "
+                "value_and_grad, which reduces once, after the loop."
+            )
+        if others or self.in_loop:
+            texts.append("A sharded model needs what moves its activations or weights.")
+        named = [c for c in others if c.source and not _OPERATION.match(c.source)]
+        if gathers := [c for c in named if c.kind == "all-gather"]:
+            names = list(dict.fromkeys(c.source for c in gathers))
+            texts.append(
+                f"Every device gathers all of {', '.join(names[:4])}"
+                f"{', ...' * (len(names) > 4)}: {sum(c.num_bytes for c in gathers):,} "
+                "bytes from each. For parameters, pass param_specs= to DataAxis. Other "
+                "arrays stay sharded if they are arguments of the outermost jitted "
+                "function, or if jax.lax.with_sharding_constraint gives their sharding."
+            )
+        return " ".join(texts)
 
 
 def audit(
@@ -227,11 +182,9 @@ def audit(
       TypeError: if `compiled` is not compiled, or `mesh` is no mesh.
       ValueError: if the text is not an HLO module.
     """
-    if isinstance(compiled, str):
-        text = compiled
-    elif isinstance(compiled, jax.stages.Compiled):
-        text = compiled.as_text() or ""
-    else:
+    is_program = isinstance(compiled, jax.stages.Compiled)
+    text = compiled.as_text() or "" if is_program else compiled
+    if not isinstance(text, str):
         raise TypeError(
             "audit needs a compiled program, or HLO text, but it got a "
             f"{type(compiled).__name__}. Pass jax.jit(step).lower(*args).compile()."
@@ -254,13 +207,11 @@ def audit(
         groups = instruction.attribute(GROUPS)
         context = axes_of(groups, mesh), placed.loops, placed.conditional
         source = instruction.attribute(SOURCE)
-        if source.endswith(
-            "/shard_map"
-        ):  # jax 0.10 names the operation, not the argument
+        if source.endswith("/shard_map"):  # so says jax 0.10 of arguments
             source = argument_read(instruction) or source
-        source, name = source.replace("\\'", "'"), instruction.name
         opcode = "reduce-scatter" if is_scattered(placed) else kind[1]
-        collectives.append(Collective(opcode, name, size, groups, *context, source))
+        what = opcode, instruction.name, size, groups, *context
+        collectives.append(Collective(*what, source.replace("\\'", "'")))
     return Audit(tuple(collectives))
 
 
@@ -331,12 +282,8 @@ class Instruction:
     @property
     def operand_types(self) -> list[str]:
         """The type of each operand."""
-        types = []
-        for operand in self.operands:
-            source = self.computation.get(_name(operand))
-            printed = _SHAPE.search(operand) or source is None
-            types.append(operand if printed else source.type)
-        return types
+        found = ((x, self.computation.get(_name(x))) for x in self.operands)
+        return [x if y is None or _SHAPE.search(x) else y.type for x, y in found]
 
     def operand(self, i: int) -> "Instruction":
         """The instruction that computes operand i, behind copies; raises KeyError."""
@@ -446,13 +393,11 @@ class Module:
 
 def argument_read(instruction: Instruction) -> str:
     """The name of the program's argument that an instruction reads, or ""."""
-    while len(instruction.operands) == 1 and instruction.opcode != "parameter":
-        source = instruction.computation.get(_name(instruction.operands[0]))
-        if source is None:
-            return ""
-        instruction = source
-    is_argument = instruction.opcode == "parameter"
-    return instruction.attribute(SOURCE) if is_argument else ""
+    if instruction.opcode == "parameter":
+        return instruction.attribute(SOURCE)
+    name = _name(instruction.operands[0]) if len(instruction.operands) == 1 else ""
+    source = instruction.computation.get(name)
+    return argument_read(source) if source else ""
 
 
 def root(computation: Computation) -> Instruction:
@@ -534,8 +479,7 @@ def _along_mesh(groups: str) -> list[list[int]] | None:
     `'b':(2)4` is the part of the axis with 4 elements after a part with 2.
     """
     mesh, _, over = groups.partition("]")
-    axes = re.findall(r"'([^']*)'\s*=\s*(\d+)", mesh)
-    sizes = {name: int(size) for name, size in axes}
+    sizes = {x: int(n) for x, n in re.findall(r"'([^']*)'\s*=\s*(\d+)", mesh)}
     parts = [
         (name, int(before or 1), int(size or sizes[name]))
         for name, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", over)

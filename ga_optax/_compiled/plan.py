@@ -25,7 +25,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from .. import _checks, _text
-from .._passes import about
+from .._passes import places
 
 # == The search ========================================================================
 # The fewest micro-batches with which a step fits into memory.
@@ -292,7 +292,7 @@ class _Search:
 
     def _compile(self, k: int) -> tuple[Any, list[str]]:
         """The compiled step with k micro-batches, and the notes of `value_and_grad`."""
-        with about.recordings() as lines, about.seen_batches() as batches:
+        with places.recordings() as lines, places.seen_batches() as batches:
             try:
                 step = self._make_step(k)
                 lower = getattr(step, "lower", None)
@@ -463,6 +463,7 @@ def _check_candidates(candidates: Sequence[int] | None, batch_size: int) -> list
 # == Bytes in words ====================================================================
 
 _PREFIXES = "KMGTP"
+
 _SIZE = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*(?:(?:([kmgtp])(i?))?b)?\s*", re.IGNORECASE)
 
 
@@ -507,6 +508,7 @@ def parse_bytes(size: int | float | str) -> int:
 # GiB of a device that a program may use, from the error of libtpu 0.0.50 for a larger
 # program.
 _TPUS = {"v5e": 15.75, "v5p": 95.73, "v6e": 31.24, "tpu7x": 94.74}
+
 # The compiler's description of a GPU, from NVIDIA's data sheets and, of a B200, from
 # OpenXLA's (xla/backends/gpu/target_config/specs/b200.txtpb): full name, compute
 # capability, multiprocessors, lanes of each, clock (GHz), L2 cache (MiB), bandwidth and
@@ -517,6 +519,7 @@ _GPUS: dict[str, tuple[Any, ...]] = {
     "h200": ("H200", 9, 132, 128, 1.98, 50, 4.8e12, 151397597184, 228),
     "b200": ("B200", 10, 148, 128, 1.965, 126.5, 7.67e12, 191514411008, 228),
 }
+
 _GPU = """
 gpu_device_info {{
   cuda_compute_capability {{ major: {1} }} core_count: {2} fpus_per_core: {3}
@@ -532,6 +535,7 @@ dnn_version_info {{ major: 9 minor: 7 }}
 runtime_version {{ major: 12 minor: 8 }}
 device_description_str: "NVIDIA {0}"
 """
+
 # The share of a GPU's memory that JAX reserves by default.
 _SHARE = 0.75
 

@@ -1,4 +1,4 @@
-"""Everything that communicates, and who has which rows.
+"""Everything that communicates, or keeps rows where they are.
 
     Σ w·g over the window  =  psum over devices of Σ w·g over the device's micro-batches
 
@@ -10,7 +10,6 @@ import enum
 import functools
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -323,23 +322,6 @@ def _join(x: jax.Array, num_microbatches: int, axis: int, strided: bool) -> jax.
 
 
 # -- Splits chosen by the lowering -----------------------------------------------------
-
-
-@functools.cache
-def split_can_wait() -> bool:
-    """True if the lowering can choose a split; warns if not."""
-    try:
-        _operations()
-    except Exception as error:  # any change of JAX must not break the call
-        warnings.warn(
-            "If no mesh is named, ga_optax splits a batch into neighbouring rows with "
-            f"jax {jax.__version__}: {type(error).__name__}: {error}. On several "
-            "devices the batch is then gathered. Name the mesh (jax.set_mesh), or use "
-            "a newer ga_optax; optimize=False does the same without this warning.",
-            stacklevel=2,
-        )
-        return False
-    return True
 
 
 @functools.cache

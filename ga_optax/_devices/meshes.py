@@ -1,9 +1,8 @@
-"""Meshes: axes of the batch, shardings of parameters, varying values, and `DataAxis`.
+"""Meshes: what binds an axis, which dimensions it splits, who distributes the batch.
 
     batch [n, ...] over the data axes; parameters and other axes stay with the compiler
 
-Questions about a mesh have their answers here: what binds an axis, which dimensions an
-axis splits, who distributes the batch. `collectives` communicates.
+Questions have their answers here; `collectives` communicates.
 """
 
 import contextlib
@@ -35,6 +34,7 @@ OWN_COPY = (
 )
 
 Axes = tuple[str, ...]
+
 AnyMesh = Mesh | AbstractMesh
 
 
@@ -538,15 +538,15 @@ class DataAxis:
       sync: "last" merges once, after the loop. "each" merges in every micro-step, for
         sharded parameters that do not fit in memory whole. The program is then a
         program for one device on micro-batches of all devices (keys and aux too), and
-        the compiler distributes it. An axis that shards no parameter, beside one that
-        does, merges once in `value_and_grad`: replicas of shards (HSDP). Inside
+        the compiler distributes it. If one of two axes shards no parameter, the sum
+        crosses that axis once, in `value_and_grad` (HSDP). Inside
         `shard_map` `fun` has to gather the parameters, and a weight of 0 does not keep
         a NaN out. (For `grad_specs` see above.)
       logical_devices: for `accumulate` alone, a power of two L. A call is then computed
         as L devices would compute it, bit for bit, on any number of devices that
         divides L: rows, micro-batches, keys and the order of every sum.
         `num_microbatches` counts the micro-batches of one of the L devices. Each device
-        sends as many bytes as without this option. Page: "Devices".
+        sends as many bytes as without this option. Page: "Rounding and bits".
 
     Raises:
       TypeError, ValueError: if an attribute does not fit.
@@ -644,3 +644,19 @@ def scope_of(axis: DataAxis | None) -> contextlib.AbstractContextManager[Any]:
     """The scope of a program that reduces in each micro-step, which `audit` reads."""
     each = axis is not None and axis.sync == "each"
     return jax.named_scope("sync_each") if each else contextlib.nullcontext()
+
+
+# == Sharding constraints ==============================================================
+# Sharding constraints where some axes of their mesh are bound.
+#
+# A model constrains its activations on the whole mesh. Where a program runs on one
+# device of some axes (in a `jax.shard_map`), a constraint on these axes already holds,
+# and goes. A constraint on the other axes stays.
+
+
+def entry_without(entry: Any, axes: Axes) -> Any:
+    """An entry of a spec without some axes."""
+    if entry is PartitionSpec.UNCONSTRAINED:
+        return entry
+    names = names_in(entry)
+    return as_entry(tuple(name for name in names if name not in axes))

@@ -3,7 +3,9 @@
 A loop takes a `LossProgram` (of one micro-batch) and a `DeviceContext`, and knows no
 call.
 
-    micro_step  these two, what is added in place, fences, folds of results
+    micro_step  these two, behind fences
+    in_place    gradients that the backward pass itself adds
+    folds       results of micro-batches, put together
     loop        `run_loop`: the scan, additions of gradients, states of devices
 
 Imports `_passes`, `_devices` and the root.

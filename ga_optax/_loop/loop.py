@@ -17,12 +17,20 @@ import jax.numpy as jnp
 from .. import accumulator
 from .._devices import collectives, meshes
 from .._devices.meshes import Placement
-from .._passes import jaxprs, products, table
-from .._passes.about import Facts
-from .._passes.equation import with_rules_of
+from .._passes import jaxprs, shared, table
+from .._passes.facts import Facts
+from .._passes.pullback import Known, with_pullback
 from ..accumulator import Accumulator
 from . import micro_step
-from .micro_step import FOLDS, Flat, LossProgram, Operands, Weighting
+from .folds import FOLDS, Weighting
+from .in_place import (
+    log_in_place,
+    reasons_not_in_place,
+    with_rules_of,
+    with_stand_ins,
+    write_gradients,
+)
+from .micro_step import Flat, LossProgram, Operands
 
 # == The run of a loop =================================================================
 
@@ -62,8 +70,8 @@ def run_loop(
     """
     num_microbatches = len(operands.batch[0]) // (devices.logical or 1)
     off = "" if program.optimize else "optimize=False"
-    whys = micro_step.reasons_not_in_place(off, program, operands, devices.scattered)
-    micro_step.log_in_place(devices.names, whys)
+    whys = reasons_not_in_place(off, program, operands, devices.scattered)
+    log_in_place(devices.names, whys)
     adds = choose_additions(program, operands.acc.total, whys, devices.scattered)
     leaves = operands.batch[: operands.rows]
     # The sums that the compiler reduces over devices in each micro-step would be twice
@@ -256,9 +264,7 @@ def add_gradients(
                 return gradients(*refs.values())
             types = [x.type for x, _ in pairs]
             writes = [functools.partial(x.write, step) for x, _ in pairs]
-            return micro_step.write_gradients(
-                gradients, types, [*refs.values()], writes
-            )
+            return write_gradients(gradients, types, [*refs.values()], writes)
 
     if refs and step.weight is not None and all(x.scattered is None for x in additions):
         grads = _unless(step.weight == 0, backward, micro_step.blank([*types.values()]))
@@ -357,7 +363,7 @@ class Loop:
     index: int
     begins: bool = False
     moved: tuple[tuple[int, int], ...] = ()
-    known: products.Known = dataclasses.field(default_factory=products.Known)
+    known: Known = dataclasses.field(default_factory=Known)
 
     def __call__(self, operands: Operands) -> State:
         """Returns the last state, with all that the loop collected."""
@@ -383,7 +389,7 @@ class Loop:
             step = functools.partial(_if_real, step, operands.num_real)
             xs = jnp.arange(self.num_microbatches, dtype=jnp.int32), xs
         if self.num_microbatches > 1:
-            return with_collected(*jax.lax.scan(step, state, xs))
+            return with_collected(*micro_step.scan()(step, state, xs))
         first = jax.tree.map(lambda x: x[0], xs)
         once = micro_step.single_step if self.program.same_bits else _single_step
         return with_collected(*once(step, state, first))
@@ -412,7 +418,8 @@ class Loop:
         return State(acc, operands.carry, results, weights)
 
     def fenced(self, tree: Any) -> Any:
-        return micro_step.fusion_barrier(tree) if self.program.optimize else tree
+        fences = self.program.optimize or accumulator.LOSES_ROWS  # of derivatives, too
+        return micro_step.fusion_barrier(tree) if fences else tree
 
     def micro_step(
         self, operands: Operands, state: State, batch: list[jax.Array]
@@ -490,16 +497,16 @@ class Loop:
         if optimize and self.devices.is_local and self.num_microbatches > 1:
             zero = accumulator.unknown_zero(state.acc.count)
             of_params = jaxpr.invars[: len(params)]
-            narrowed = [table.is_narrowed(jaxpr, x) for x in of_params]
+            narrowed = [shared.is_narrowed(jaxpr, x) for x in of_params]
             params = micro_step.cast_inside(params, narrowed, zero)
         params, batch = [*params, *batch[: self.rows]], batch[self.rows :]
         keys = [jax.random.fold_in(key, state.acc.count) for key in operands.keys]
         program, rest = jaxprs.Program(jaxpr, consts), [*batch, *keys, *carry]
-        program, params, rest = micro_step.with_stand_ins(program, params, rest)
+        program, params, rest = with_stand_ins(program, params, rest)
         alike = optimize and not any(x.in_place for x in self.additions)
         with jax.named_scope("compute"):
             known = self.known if alike else None
-            return table.with_pullback(program, params, rest, known)
+            return with_pullback(program, params, rest, known)
 
     def vary(self, x: jax.Array, term: Any) -> jax.Array:
         """Marks a sum as varying over devices as `term` does, one of its terms."""

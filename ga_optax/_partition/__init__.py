@@ -13,12 +13,21 @@ rule gathers the operands and is computed whole, which is right and only takes m
 
     held         what a micro-batch holds of a value: layouts, labels, notes
     writer       the program of a micro-batch while it is written; changes of layout
-    partitioned  `partition`, the table of rules, and rows that a program creates
+    partitioned  `partition`
+    rules        the table of rules, by primitive
     factors      rules that follow from entries of the table of primitives, in `_passes`
-    moves        rows that move, and products of groups of rows
+    linear       sums that wait
+    reductions   reductions where rows meet: columns, extrema
+    shifted      sums of shifted values, such as a softmax over rows
+    extrema      their derivatives
+    created      rows that a program makes itself
+    moves        rows that move
+    groups       products of groups of rows
     indexing     gathers and scatters
     nested       programs inside: functions, branches, loops, regions, `microbatch`
     custom       functions with custom rules; `attached`, where rows meet in these
+    closures     what such rules close over
+    passed_on    equations that are computed whole
     splits       calls that say how they split, and kernels of Pallas
 
 Imports `_passes` alone.

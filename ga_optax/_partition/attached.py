@@ -97,6 +97,13 @@ def derived(
     return Derived(program, len(outs), len(shapes[1]), given, moving)
 
 
+def rule_of(w: Writer, e: core.JaxprEqn, vs: Sequence[Value]) -> Derived:
+    """The same, of the results that are read; once for equal equations."""
+    inputs = [jaxprs.num_readers(w.jaxpr, x) > 0 for x in e.outvars]
+    key = "derived", Same(e), *inputs, *w.gives(e), *(v.smooth for v in vs)
+    return w.once(key, lambda: derived(w, e, vs, inputs))
+
+
 def given_of(w: Writer, e: core.JaxprEqn, xs: Sequence[Any]) -> list[Any]:
     """The results of an equation; the cotangent of some is zero, and JAX knows it.
 
@@ -147,7 +154,7 @@ Linear = Callable[[jaxprs.Program, int], bool]
 
 
 def attached(
-    w: Writer, e: core.JaxprEqn, vs: list[Value], linear: Linear
+    w: Writer, e: core.JaxprEqn, vs: list[Value], rule: Derived, linear: Linear
 ) -> list[Result]:
     """The results of an equation with a custom derivative rule.
 
@@ -155,21 +162,19 @@ def attached(
       w: the writer.
       e: the equation.
       vs: the operands, none of which is partial.
+      rule: what `rule_of` returns of them.
       linear: True for a program that is linear in a number of the last arguments.
 
     Raises:
       RowsMeet: if rows meet where they cannot.
     """
-    inputs = [jaxprs.num_readers(w.jaxpr, x) > 0 for x in e.outvars]
-    key = "derived", Same(e), *inputs, *w.gives(e), *(v.smooth for v in vs)
-    rule = w.once(key, lambda: derived(w, e, vs, inputs))
     if rule.program.jaxpr.effects:
         raise RowsMeet  # what prints does so once, with all rows
     local = _partitioned(w, rule, vs, linear)
     out = iter(local.attached([vs[i] for i in rule.moving]))
     return [
-        next(out) if reads else (jnp.zeros(x.shape, x.dtype), WHOLE)
-        for x, reads in zip(held.types_of(e), inputs, strict=True)
+        next(out) if jaxprs.num_readers(w.jaxpr, y) else (_zeros(x), WHOLE)
+        for x, y in zip(held.types_of(e), e.outvars, strict=True)
     ]
 
 

@@ -1,15 +1,16 @@
-"""Values of the undivided program, and the part of each that a micro-batch holds.
+"""Values of the undivided program, as a micro-batch holds them.
 
     whole    all of it
     rows     its rows [s, n / k, ...] of [s, n, ...]
     partial  a term of a sum over the micro-batches
 
-The axis of the micro-batches, layouts and values; labels and notes, which reports read.
+The axis of the micro-batches, layouts and values; facts that follow from the equations
+that made a value; labels and notes, which reports read.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,9 +19,9 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core, source_info_util
 
-from .._passes import about, jaxprs
-from .._passes.primitives import entry_of
-from .._text import is_first
+from .._passes import effects, jaxprs
+from .._passes.places import labelled, place_of, type_in_words
+from .._passes.primitives import CAST, entry_of, factors_of
 
 # == Values and layouts ================================================================
 
@@ -42,6 +43,7 @@ class Rows(NamedTuple):
 
 # All micro-batches hold all of it; or it is the sum of what they hold.
 WHOLE, PARTIAL = "whole", "partial"
+
 Layout = str | Rows
 
 
@@ -62,8 +64,14 @@ class Uneven(NamedTuple):
 Parts = int | Uneven  # how many micro-batches there are, if they are alike
 
 
-class RowsMeet(Exception):  # noqa: N818
-    """A collective where none can be: in a loop, a branch or a rule of the user's."""
+class RowsMeet(effects.IndivisibleError):
+    """A collective where none can be: in a loop, a branch or a rule of the user's.
+
+    Attributes:
+      source: where the equation is from that needs it, if one does.
+    """
+
+    source: Any = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -135,6 +143,11 @@ class Value:
         return self.layout == PARTIAL
 
     @property
+    def is_known(self) -> bool:
+        """True for a whole value, and for a sum that is complete already."""
+        return self.is_whole or (self.is_partial and WHOLE in self.copies)
+
+    @property
     def is_wide(self) -> bool:
         """True for a sum that is rounded when it is complete: its parts are not."""
         return self.is_partial and self.x.dtype != self.aval.dtype
@@ -150,6 +163,7 @@ class Value:
 
 
 Result = tuple[Any, Layout]  # what a rule returns for each result: array and layout
+
 Results = list[Result] | None  # None if a rule does not apply
 
 
@@ -242,6 +256,20 @@ def types_of(equation: core.JaxprEqn) -> list[Any]:
     return [x.aval for x in equation.outvars]
 
 
+def taken(equation: core.JaxprEqn, vs: list[Value]) -> jaxprs.Program | None:
+    """The branch of a conditional that is taken, if that is known.
+
+    JAX has branches for the kernels of an accelerator, where none of ours is written.
+    """
+    made = vs[0].made if jaxprs.kind(equation) == "cond" else None
+    platforms: Any = made[0].params.get("platforms") if made else None
+    if platforms is None:
+        return None
+    pairs = zip(jaxprs.inner(equation), platforms, strict=True)
+    left = [branch for branch, names in pairs if set(names or ("",)) - {"mosaic"}]
+    return left[0] if len(left) == 1 else None
+
+
 # == The axis ==========================================================================
 
 
@@ -256,7 +284,6 @@ class Axis(NamedTuple):
         computed whole.
       is_checked: True if the axis is in a region of a mesh that has no types for it.
         Then a `name` equation of the operand stands for a collective.
-      draws_whole: True if generators other than threefry draw for all rows at once.
       labels: True if equations are to say what a micro-batch holds of their results.
       turns: True if functions of pairs may be split along columns.
     """
@@ -265,7 +292,6 @@ class Axis(NamedTuple):
     parts: Parts
     longest: int
     is_checked: bool = False
-    draws_whole: bool = False
     labels: bool = False
     turns: bool = True
 
@@ -284,10 +310,10 @@ class Axis(NamedTuple):
     @property
     def env(self) -> list[tuple[str, int]]:
         """The axes that are bound where programs of micro-batches are traced."""
-        parts = self.parts
-        is_uneven = isinstance(parts, Uneven)
-        number = parts.before + -(-parts.total // parts.rows) if is_uneven else parts
-        return [(self.name, number)]
+        if isinstance(parts := self.parts, Uneven):
+            number = parts.before + 1 if parts.before else -(-parts.total // parts.rows)
+            return [(self.name, number)]
+        return [(self.name, parts)]
 
     def is_meeting(self, e: core.JaxprEqn) -> bool:
         """True if an equation is a collective over the axis, in which rows meet."""
@@ -311,27 +337,133 @@ class Axis(NamedTuple):
             return jnp.concatenate(each, dim) if tiled else jnp.stack(each, dim)
         return jax.lax.all_gather(x, self.name, axis=dim, tiled=tiled)
 
+    def stack(self, x: Any, index: Any) -> Any:
+        """The same of uneven micro-batches: each adds its own array to zeros."""
+        [(_, number)] = self.env
+        wide = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
+        zeros = jnp.zeros((number, *x.shape), wide.dtype)
+        return self.sum(zeros.at[index].set(wide)).astype(x.dtype)
+
     def _over(self, collective: str, x: Any) -> Any:
         if 0 in x.shape:
             return x  # without numbers nothing meets
         if self.is_checked:
-            return checkpoint_name(x, _MEETS + collective)
+            return checkpoint_name(x, MEETS + collective)
         return getattr(jax.lax, collective)(x, self.name)
 
 
-_MEETS = "rows meet: "
+MEETS = "rows meet: "
 
 
 def meeting_of(e: core.JaxprEqn) -> str | None:
     """The collective that a `name` equation stands for in a region that checks."""
     name = str(e.params.get("name", "")) if e.primitive.name == "name" else ""
-    return name.removeprefix(_MEETS) if name.startswith(_MEETS) else None
+    return name.removeprefix(MEETS) if name.startswith(MEETS) else None
+
+
+# == How a value was made ==============================================================
+
+
+def computed_by(v: Value) -> tuple[core.JaxprEqn, list[Value]] | None:
+    """The equation that computes a value of no rows, unless it only moves numbers."""
+    if v.made is None or not all(u.is_whole for u in v.made[1]):
+        return None
+    e, vs, _ = v.made
+    moves = entry_of(e).is_exact or e.primitive.name.startswith("scatter")
+    return None if moves else (e, vs)
+
+
+def known_number(v: Value) -> Any:
+    """The number that all of a value is for certain, or None."""
+    if v.made is None:
+        is_number = v.shape == () and not isinstance(v.x, jax.core.Tracer)
+        return np.asarray(v.x).item() if is_number else None
+    e, vs, _ = v.made
+    name, moves = e.primitive.name, entry_of(e).moves
+    number = known_number(vs[0]) if moves or name in (CAST, "pvary") else None
+    if name != CAST or number is None or not np.isfinite(number):
+        return number
+    with jax.ensure_compile_time_eval():  # it may become another number
+        x = np.asarray(number, vs[0].aval.dtype)
+        return np.asarray(jax.lax.convert_element_type(x, v.aval.dtype)).item()
+
+
+def unmoved(v: Value) -> tuple[Value, dict[int, int]]:
+    """The value that a value was before it was moved, and spread along new axes.
+
+    With it comes, for each of its axes that is longer than 1, the axis of `v` that it
+    became.
+    """
+    axes = {d: d for d, n in enumerate(v.shape) if n != 1}
+    while v.made is not None and (back := _axes_before(v.made[0])) is not None:
+        axes = {back[d]: place for d, place in axes.items() if d in back}
+        v = v.made[1][0]
+    return v, axes
+
+
+def _axes_before(e: core.JaxprEqn) -> dict[int | None, int] | None:
+    """For axes of the result, the axis of the operand that each was.
+
+    None if the equation does more than move numbers, or takes axes apart.
+    """
+    if not entry_of(e).moves and e.primitive.name != "stop_gradient":
+        return None
+    if e.primitive.name != "reshape":
+        ways = factors_of(entry_of(e), e)
+        return {x.outs[0]: x.ins[0] for x in ways if x.ins[0] is not None}
+    both: list[Any] = [*e.invars[:1], *e.outvars]
+    shapes = [x.aval.shape for x in both]
+    before, after = ([d for d, n in enumerate(x) if n != 1] for x in shapes)
+    same = [shapes[0][d] for d in before] == [shapes[1][d] for d in after]
+    return dict(zip(after, before, strict=True)) if same else None
+
+
+def is_of_rows(v: Value) -> bool:
+    """True if a whole value was computed of values with rows, which met."""
+    todo, seen = ([v] if v.is_whole else []), set()
+    while todo:
+        u = todo.pop()
+        if u.rows or u.is_partial:
+            return True
+        if id(u) not in seen and u.made is not None:
+            seen.add(id(u))
+            todo += u.made[1]
+    return False
+
+
+def is_reshaped(v: Value) -> bool:
+    """True if a value is rows in another shape: they are kept once for both shapes."""
+    if v.made is None or not entry_of(v.made[0]).moves:
+        return False
+    of = v.made[1][0]
+    return of.size == v.size and not of.is_whole
+
+
+def is_scaled(e: core.JaxprEqn, vs: Sequence[Value], size: int) -> bool:
+    """True if the parts of a result may add up to NaN, see `Value`.
+
+    Then the operand is summed instead, unless that is much larger.
+    """
+    name = e.primitive.name
+    summed, factors = [v for v in vs if v.is_partial], []
+    if name == "div":
+        summed, factors = vs[:1], vs[1:]
+    elif name == "mul":
+        factors = [v for v in vs if not v.is_partial]
+    if jaxprs.inner_programs(e) or sum(v.size for v in summed) > max(size, _FEW):
+        return False
+    numbers = map(known_number, factors)
+    finite = all(x is not None and np.isfinite(x) and x != 0 for x in numbers)
+    return any(v.scaled for v in vs) or not finite
+
+
+_FEW = 16  # numbers: so many more may be summed
 
 
 # == Labels for reports ================================================================
 # Labels on equations: the part of each result that a micro-batch holds.
 #
-# Reports read the labels, see `about.label_of`. A label stays with an equation while
+# Reports read the labels, see `places.label_of`. A label stays with an equation while
 # passes rewrite the program.
 
 
@@ -350,7 +482,7 @@ def labelled_values(axis: Axis, results: Sequence[Value]) -> list[Value]:
 def value_in_words(v: Value) -> str:
     """The part of a value that a micro-batch holds, and the type of the whole value."""
     holds = f"rows {v.dim}" if v.rows else "part" if v.is_partial else "all"
-    return f"{holds} of {about.type_in_words(v.aval)}"
+    return f"{holds} of {type_in_words(v.aval)}"
 
 
 def labelled_program(closed: Any, labels: Sequence[str]) -> Any:
@@ -362,12 +494,62 @@ def labelled_program(closed: Any, labels: Sequence[str]) -> Any:
 
     def with_label(e: core.JaxprEqn) -> core.JaxprEqn:
         of_results = [texts[x] for x in e.outvars if x in texts]
-        return about.labelled(e, ", ".join(of_results)) if of_results else e
+        return labelled(e, ", ".join(of_results)) if of_results else e
 
     eqns = list(map(with_label, jaxpr.eqns))
     return closed.replace(
         jaxpr=jaxpr.replace(eqns=eqns, outvars=jaxpr.outvars[:number])
     )
+
+
+# == Results that come late ============================================================
+
+
+class Late(NamedTuple):
+    """Results that are linear in sums, computed when the sums are complete.
+
+        Σ xₖ / n  =  (Σ xₖ) / n        and no inf - inf on the left, where n is 0
+
+    Attributes:
+      places: by the number of the result, the step that computes it.
+      steps: an equation, the steps of its operands, and the number of its result; or
+        None, the number of an operand, and the dtype of the complete sum.
+    """
+
+    places: Mapping[int, int]
+    steps: Sequence[tuple[core.JaxprEqn | None, list[int], Any]]
+
+    def put(self, results: Sequence[Any]) -> list[Any]:
+        """The results, from those of the loops, after which the operands come."""
+        operands = sum(e is None for e, *_ in self.steps)
+        first, values = len(results) - operands, list[Any]()
+        for e, of, which in self.steps:
+            if e is None:
+                values.append(results[first + of[0]].astype(which))
+            else:
+                out = e.primitive.bind(*(values[i] for i in of), **e.params)
+                values.append(out[which] if e.primitive.multiple_results else out)
+        its = [values[i] for i in self.places.values()]
+        return jaxprs.put(results[:first], self.places, its)
+
+
+def late_of(out: Sequence[Value]) -> tuple[Late | None, list[Value]]:
+    """The `Late` part of a program with these results, if any, and its operands."""
+    steps, operands, places = list[Any](), list[Value](), dict[Value, int]()
+
+    def place(v: Value) -> int:
+        if v not in places:
+            if v.scaled and v.made is not None:
+                e, vs, i = v.made
+                steps.append((e, list(map(place, vs)), i))
+            else:
+                steps.append((None, [len(operands)], v.aval.dtype))
+                operands.append(v)
+            places[v] = len(steps) - 1
+        return places[v]
+
+    late = {i: place(v) for i, v in enumerate(out) if v.scaled}
+    return (Late(late, steps) if late else None), operands
 
 
 # == Notes =============================================================================
@@ -381,63 +563,28 @@ class Note(NamedTuple):
     nbytes: int  # of what the equation computes, or reads of all rows
 
 
-class Drawn(NamedTuple):
-    """A random draw of which each micro-batch has a separate key."""
-
-    name: str
-    line: str
-    nbytes: int
-    draw: Any  # the shape and the width of the bits of all rows
-    rows: Rows
-
-
-class Failure(NamedTuple):
-    """An equation whose rule failed, or does not know this JAX, and the error."""
-
-    equation: core.JaxprEqn
-    error: Exception
-
-
 @dataclasses.dataclass
 class Records:
     """The records that all writers of one partition share.
 
     Attributes:
-      notes: equations that are computed whole, and draws.
+      notes: equations that are computed whole.
       promised: equations that are split because the user says so.
-      failures: errors of rules, none of which is the user's code's.
       programs: programs that are written once, see `Writer.once`.
       turns: True if functions of pairs are split along columns.
     """
 
-    notes: list[Any] = dataclasses.field(default_factory=list)
+    notes: list[Note] = dataclasses.field(default_factory=list)
     promised: list[Note] = dataclasses.field(default_factory=list)
-    failures: list[Failure] = dataclasses.field(default_factory=list)
     programs: dict[Any, Any] = dataclasses.field(default_factory=dict)
     turns: bool = False
 
 
 def note_of(e: core.JaxprEqn, size: int, name: str | None) -> Note:
     """The note of an equation that computes, or reads, `size` numbers."""
-    if name is None:
-        name = "new_ref" if about.is_reference_group(e) else about.hides(e)
     reads = f"what {jaxprs.name_of(e)} reads"
-    name = name or (jaxprs.name_of(e) if e.outvars else reads)
+    name = name or effects.hides(e) or (jaxprs.name_of(e) if e.outvars else reads)
     around = source_info_util.current_name_stack()
     types = [x.aval.dtype for x in e.outvars or e.invars if hasattr(x.aval, "dtype")]
     widest = max((x.itemsize for x in types), default=0)
-    return Note(name, about.place_of(e.source_info, around), size * widest)
-
-
-def unsaid(failures: Iterable[Failure]) -> Iterator[str]:
-    """The warnings of failures, one for each primitive; given if all else worked."""
-    for e, error in failures:
-        name = e.primitive.name
-        if not is_first(("rule", name)):
-            continue
-        yield (
-            f"The rule of ga_optax for {name} failed with jax {jax.__version__}: "
-            f"{type(error).__name__}: {error}. {name} at "
-            f"{about.line_of(e.source_info)} is computed whole in each micro-batch "
-            "instead: the result is right, but takes more memory. Use a newer ga_optax."
-        )
+    return Note(name, place_of(e.source_info, around), size * widest)

@@ -8,10 +8,9 @@ import numpy as np
 from jax.extend import core
 
 from .._passes import jaxprs
-from .._passes.jaxprs import is_inexact
-from . import factors, held
+from . import factors, held, reductions
 from .held import PARTIAL, WHOLE, Results, Rows, Value, can_split, types_of
-from .writer import Writer, known_number
+from .writer import Writer
 
 # What an index may go through and stay the same. For casts there is `_holds`.
 _SAME = ("convert_element_type", "squeeze", "copy")
@@ -25,7 +24,7 @@ def gather(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     if operand.dim in e.params["dimension_numbers"].collapsed_slice_dims:
         if found := _own(w, e, operand, indices):
             return found
-        turned = factors.pairs_by_columns(w, operand, (operand.dim,))
+        turned = reductions.pairs_by_columns(w, operand, (operand.dim,))
         if turned and (found := _own(w, e, turned, indices)):
             w.level = max(turned.level, indices.level)
             return found
@@ -116,7 +115,7 @@ def _picked(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> Any:
     numbers, d, parts = e.params["dimension_numbers"], operand.dim, w.axis.size
     aval: Any = types_of(e)[0]
     if (
-        not is_inexact(aval)
+        not jaxprs.is_inexact(aval)
         or d not in numbers.collapsed_slice_dims
         or d not in numbers.start_index_map
         or jaxprs.numbers(aval.shape) * parts > operand.size
@@ -229,23 +228,40 @@ def scatter(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
 
 def _scattered_own(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     """Each row's updates go to that row, as after `logits[arange(n), labels]`."""
+    operand, _, updates = vs
+    numbers = e.params["dimension_numbers"]
+    rank, window = len(updates.shape), numbers.update_window_dims
+    batch = [d for d in range(rank) if d not in window]
+    index_map = numbers.scatter_dims_to_operand_dims
+    for d in set(index_map).intersection(numbers.inserted_window_dims):
+        due = zip(vs, (d, 0, *batch[:1]), strict=False)
+        rows = next((v.rows.at(d) for v, own in due if v.rows and v.dim == own), None)
+        if rows and can_split(operand.shape, rows, w.axis.parts):
+            x = scatter_wanted(w, e, vs, rows)
+            if x is not None:
+                return [(x, rows)]
+    return None
+
+
+def scatter_wanted(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
+    """The rows of what updates of each row itself make; None of other updates."""
     operand, indices, updates = vs
     numbers = e.params["dimension_numbers"]
     index_map = numbers.scatter_dims_to_operand_dims
     rank, window = len(updates.shape), numbers.update_window_dims
     batch = [d for d in range(rank) if d not in window]
-    if not batch or numbers.operand_batching_dims:
+    is_own = {*index_map}.intersection(numbers.inserted_window_dims)
+    if not batch or numbers.operand_batching_dims or rows.dim not in is_own:
         return None
-    for d in set(index_map).intersection(numbers.inserted_window_dims):
-        due = zip(vs, (d, 0, batch[0]), strict=True)
-        rows = next((v.rows.at(d) for v, own in due if v.rows and v.dim == own), None)
-        if rows and can_split(operand.shape, rows, w.axis.parts):
-            like = Value(None, operand.aval, rows)
-            own = rows_in_order(w, like, indices, index_map)
-            if own is not None:
-                xs = w.part(operand, rows), own, w.part(updates, rows.at(batch[0]))
-                return [(w.run(e, xs), rows)]
-    return None
+    own = rows_in_order(w, Value(None, operand.aval, rows), indices, index_map)
+    if own is None:
+        return None
+    xs = w.part(operand, rows), own, w.part(updates, rows.at(batch[0]))
+    return w.run(e, xs)
+
+
+# The gradient of numbers that each row picks of its own: `diagonal(logits)`.
+WANTED = dict.fromkeys(("scatter", "scatter-add"), scatter_wanted)
 
 
 def _scattered_into(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
@@ -291,7 +307,7 @@ def _scattered_over(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         return None
     indices, updates = w.parts(others, *along[0])
     if name in ("scatter-add", "scatter-sub"):
-        if is_inexact(operand.aval):
+        if jaxprs.is_inexact(operand.aval):
             return [(w.run(e, [w.addend(operand), indices, updates]), PARTIAL)]
         new = w.run(e, [jnp.zeros_like(operand.x), indices, updates])
         return [(operand.x + _sum(w, others, new), WHOLE)]
@@ -317,7 +333,7 @@ def _written(w: Writer, e: core.JaxprEqn, vs: list[Value], here: _Updates) -> Re
     operand, *others = vs
     numbers, p = e.params["dimension_numbers"], e.params
     is_one = p["unique_indices"] and p["mode"] != jax.lax.GatherScatterMode.CLIP
-    is_empty = known_number(operand) == 0
+    is_empty = held.known_number(operand) == 0
     how = {key: p[key] for key in ("indices_are_sorted", "unique_indices", "mode")}
     updates, top = here.updates, None
     if not is_one or not is_empty:
@@ -335,7 +351,7 @@ def _written(w: Writer, e: core.JaxprEqn, vs: list[Value], here: _Updates) -> Re
     dtype = jnp.int32 if updates.dtype == jnp.bool_ else updates.dtype
     start, updates = jnp.zeros(operand.shape, dtype), updates.astype(dtype)
     new = jax.lax.scatter_add(start, here.indices, updates, numbers, **how)
-    if is_empty and is_inexact(new):
+    if is_empty and jaxprs.is_inexact(new):
         return [(new, PARTIAL)]
     new = _sum(w, others, new).astype(operand.aval.dtype)
     return [(new if top is None else jnp.where(top > 0, new, operand.x), WHOLE)]

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from .._passes import about, feedback, jaxprs
+from .._passes import checkpoints, effects, feedback, jaxprs
 from .._passes.equation import Divided
 from .._passes.jaxprs import Same, is_inexact
 from . import held
-from .factors import is_summed_first
 from .held import PARTIAL, WHOLE, Layout, Result, Results, Rows, RowsMeet, Value
+from .linear import is_summed_first
 from .writer import Writer
 
 # == Programs inside ===================================================================
@@ -86,10 +86,10 @@ def inner(
     records = w.records
     if key in records.programs:
         return records.programs[key]
-    before = len(records.notes), len(records.failures)
+    before = len(records.notes)
     run = _written(w, program, args, wanted, [number, types])
     # Notes have lines: they are made for each of equal programs.
-    is_silent = before == (len(records.notes), len(records.failures))
+    is_silent = before == len(records.notes)
     if is_silent and not (run.meets or _is_of_here(run.closed, w.scope.in_rule)):
         records.programs[key] = run
     return run
@@ -181,7 +181,7 @@ def checkpoint(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     run = inner(w, program, vs)
 
     def make() -> Any:
-        return jaxprs.checkpointed(e, lambda index, *xs: run(index, xs))
+        return checkpoints.checkpointed(e, lambda index, *xs: run(index, xs))
 
     policy, prevent_cse = Same(e.params["policy"]), e.params["prevent_cse"]
     function = w.once(("checkpoint", Same(run.closed), policy, prevent_cse), make)
@@ -195,8 +195,6 @@ def checkpoint(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
 
 def cond(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     which, *operands = vs
-    if branch := _chosen(e, which.made and which.made[0]):
-        return inlined(w, branch, operands)
     if is_summed_first(w, e, operands):
         operands = w.summed(operands)
     choice = w.whole(which)
@@ -222,7 +220,8 @@ def shard_map(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     # Where data axes are bound, fun may have been traced without them.
     mesh, context = p["mesh"], jax.sharding.get_abstract_mesh()
     mesh = context if context.manual_axes else mesh
-    names, sizes = {*p["newly_manual_axes"]} - {*mesh.manual_axes}, mesh.shape
+    new = p.get("newly_manual_axes") or p["manual_axes"]  # as jax 0.10.0 calls them
+    names, sizes = {*new} - {*mesh.manual_axes}, mesh.shape
     specs = zip(vs, p["in_specs"], strict=True)
     of_args = [_on_device(v.layout, spec, sizes) for v, spec in specs]
     if w.axis.is_checked or None in of_args or not names:
@@ -338,27 +337,10 @@ def _expanded(equation: core.JaxprEqn) -> jaxprs.Program | None:
     return jaxprs.program_of(plain, *types)
 
 
-def _chosen(
-    equation: core.JaxprEqn, which: core.JaxprEqn | None
-) -> jaxprs.Program | None:
-    """The branch of a conditional that is taken, if that is known; `which` computes it.
-
-    JAX has branches for the kernels of an accelerator, where none of ours is written.
-    """
-    platforms: Any = which.params.get("platforms") if which else None
-    if platforms is None:
-        return None
-    pairs = zip(jaxprs.inner(equation), platforms, strict=True)
-    left = [branch for branch, names in pairs if set(names or ("",)) - {"mosaic"}]
-    return left[0] if len(left) == 1 else None
-
-
 # == Loops =============================================================================
 
 
 def scan(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    if any(map(jaxprs.is_reference, e.invars)):
-        return None
     how, notes = jaxprs.scan_of(e), w.records.notes
     if any(v.dim == 0 for v in how.split(vs)[2]):
         return _over_rows(w, vs, how)
@@ -367,8 +349,8 @@ def scan(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     # rows do not meet in it.
     for here, waits in (w, True), (w, False), (apart, True):
         del notes[before:]
-        with w.may_fail(e) as results:
-            results += _of_rows(here, vs, how, waits) or ()
+        with w.may_meet() as results:
+            results += _of_rows(here, e, vs, waits) or ()
         if results:
             w.level, times = here.level, jaxprs.numbers([how.length])
             each = [x._replace(nbytes=times * x.nbytes) for x in notes[before:]]
@@ -378,9 +360,18 @@ def scan(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     return w.noted(name, e, vs)
 
 
-def _of_rows(w: Writer, vs: list[Value], how: jaxprs.Scan, waits: bool) -> Results:
-    """A scan whose iterations work on rows; `waits` if sums may wait for its end."""
-    vs = vs if waits else w.summed(vs)
+# Bytes of a scan in which rows meet: no more are worth a level for each iteration. They
+# are the pairs of 1,024 rows in float32.
+_LITTLE = 2**22
+
+
+def _of_rows(w: Writer, e: core.JaxprEqn, vs: list[Value], waits: bool) -> Results:
+    """A scan whose iterations work on rows; `waits` if sums may wait for its end.
+
+    If rows meet, all levels would keep what they read. So a little scan without
+    derivatives, such as that of Sinkhorn's steps, is computed once, of all rows.
+    """
+    how, vs = jaxprs.scan_of(e), vs if waits else w.summed(vs)
     consts, carry, slices = how.split(vs)
     level, params, n = w.level, any(v.params for v in vs), len(carry)
     smooth = _smooth(how, vs)
@@ -414,6 +405,9 @@ def _of_rows(w: Writer, vs: list[Value], how: jaxprs.Scan, waits: bool) -> Resul
     run = run if wanted == run.layouts else body(wanted)
     # In an unrolled loop, sums that wait would be one more at each place of it.
     longest = 0 if waits and PARTIAL in layouts else w.axis.longest
+    if run.meets and not any(smooth) and _is_little(vs):
+        w.level = level
+        return w.all_whole(e, vs)
     if run.meets and not _comes_apart(w, run, how, longest):
         return None
     start = in_layouts(w, carry, layouts)
@@ -430,13 +424,17 @@ def _smooth(how: jaxprs.Scan, vs: list[Value]) -> list[bool]:
     """
     body, some = how.body.jaxpr, [v.smooth for v in vs]
     while True:
-        moving = about.moving(body, itertools.compress(body.invars, some))
+        moving = effects.moving(body, itertools.compress(body.invars, some))
         carried = [jaxprs.is_among(x, moving) for x in body.outvars[: how.num_carry]]
         consts, carry, slices = how.split(some)
         new = [*consts, *map(operator.or_, carry, carried), *slices]
         if new == some:
             return some
         some = new
+
+
+def _is_little(vs: list[Value]) -> bool:
+    return sum(v.size * v.aval.dtype.itemsize for v in vs) <= _LITTLE
 
 
 def _comes_apart(w: Writer, run: Inner, how: jaxprs.Scan, longest: int) -> bool:
@@ -582,7 +580,7 @@ def divided(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
     vs = w.summed(vs)
     number = _number(w, function, vs)
     if number > 1 and not function.program.jaxpr.effects:
-        with w.may_fail(e) as out:
+        with w.may_meet() as out:
             out += _divided(w, function, vs, number)
         if out:
             return out

@@ -20,9 +20,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from .._passes import about, jaxprs, primitives
+from .._passes import jaxprs, places, primitives
+from .._passes.associative_scan import scan_as_one
 from .._passes.primitives import Axes, Factor, Split
-from .._passes.rowwise import bound, scan_as_one
+from .._passes.rowwise import bound
 from . import custom, factors, nested
 from .held import PARTIAL, WHOLE, Results, Rows, Value, local_shape, note_of, types_of
 from .writer import Writer
@@ -48,7 +49,7 @@ Reader = Callable[[Writer, core.JaxprEqn, int], Sequence[Split]]
 
 def called(w: Writer, e: core.JaxprEqn, way: Factor, **params: Any) -> Split:
     """A call that splits one way: the same equation, with some other parameters."""
-    return Split((way,), lambda *xs: w.results(e, xs, **params))
+    return Split(way, lambda *xs: w.results(e, xs, **params))
 
 
 def split_call(reads: Reader, w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
@@ -56,22 +57,21 @@ def split_call(reads: Reader, w: Writer, e: core.JaxprEqn, vs: list[Value]) -> R
     records = {n: reads(w, e, n) for n in {v.rows.segments for v in vs if v.rows}}
 
     def ways(rows: Any) -> list[Factor]:
-        return [way for record in records[rows.segments] for way in record.factors]
+        return [record.factor for record in records[rows.segments]]
 
     if (choice := factors.chosen_way(vs, ways)) is None:
         return None
     rows, way = choice
-    record = next(x for x in records[rows.segments] if way in x.factors)
+    record = next(x for x in records[rows.segments] if way == x.factor)
     xs = w.parts(vs, rows, way.ins)
     layouts = [PARTIAL if d is None else rows.at(d) for d in way.outs]
     pairs = zip(types_of(e), layouts, strict=True)
     due = [(local_shape(x.shape, layout, w.axis.parts), x.dtype) for x, layout in pairs]
-    try:
-        program: Any = jax.make_jaxpr(record.fun)(*xs)
+    program, error = places.looked_at(jax.make_jaxpr(record.fun), *xs)
+    why = f"raised {type(error).__name__}: {error}"
+    if error is None:
         types = [(x.shape, x.dtype) for x in program.out_avals]
         why = "" if types == due else f"returned {types} and not {due}"
-    except Exception as error:  # Any: the code is the user's.
-        program, why = None, f"raised {type(error).__name__}: {error}"
     if record.name and why:
         _warn(e, why)
     elif record.name:
@@ -110,7 +110,7 @@ def _name(e: core.JaxprEqn) -> str:
 def _warn(e: core.JaxprEqn, why: str) -> None:
     warnings.warn(
         f"{_name(e)} must take any number of rows, and return as many, but at "
-        f"{about.line_of(e.source_info)} it {why}, with the rows of a micro-batch. "
+        f"{places.line_of(e.source_info)} it {why}, with the rows of a micro-batch. "
         "All rows are computed in each micro-batch instead: the result is right, but "
         "takes more memory. Give None in in_axes to what has no rows, or write the "
         "function for any number of rows.",
@@ -128,16 +128,16 @@ def associative_scan(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     with its first element, and then it scans its own. So nothing is scanned twice, and
     what a backward pass keeps is of a scan of the micro-batch.
     """
-    (program, pair), axes = jaxprs.inner(e), e.params["axes"]
-    n, reverse = len(axes), e.params["reverse"]
-    along = [v.rows for v, d in zip(vs, axes, strict=False) if v.rows and v.dim == d]
+    (program, pair), n = jaxprs.inner(e), len(e.outvars)
+    axis, reverse = e.params["along"], e.params["reverse"]
+    along = [v.rows for v in vs[:n] if v.rows and v.dim == axis]
     # A region that checks types has types for each equation of the recursion alone.
     if not along or w.axis.is_checked or custom.has_nonlinear_rule(w, e, vs):
         return nested.inlined(w, program, vs)
     if any(rows.segments > 1 for rows in along):
         return None
-    ins = w.parts(vs, Rows(0), [*axes, *[None] * (len(vs) - n)])
-    xs = [jnp.moveaxis(x, d, 0) for x, d in zip(ins, axes, strict=False)]
+    ins = w.parts(vs, Rows(0), [*[axis] * n, *[None] * (len(vs) - n)])
+    xs = [jnp.moveaxis(x, axis, 0) for x in ins[:n]]
 
     @jax.vmap
     def fn(a: list[Any], b: list[Any]) -> list[Any]:
@@ -155,10 +155,9 @@ def associative_scan(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     xs = _after(fn, at, totals, xs)
     scan = jax.lax.associative_scan
     if w.scope.partitioned_again:  # a `microbatch` in the loss partitions it once more
-        scan = functools.partial(scan_as_one, scan)
+        scan = scan_as_one
     out = turned(scan(fn, xs))
-    moved = [jnp.moveaxis(x, 0, d) for x, d in zip(out, axes, strict=True)]
-    return [(x, Rows(d)) for x, d in zip(moved, axes, strict=True)]
+    return [(jnp.moveaxis(x, 0, axis), Rows(axis)) for x in out]
 
 
 def _combined(fn: Callable[..., Any], xs: list[Any]) -> list[Any]:
@@ -214,7 +213,7 @@ def custom_partitioning(w: Writer, e: Any, _: int) -> Sequence[Split]:
     dims = [[None if x in whole else (x, n) for x, n in each] for each in pairs]
     ways = primitives.factors_of_dims((dims[: len(e.invars)], dims[len(e.invars) :]))
     kept = [way for way in ways if None not in way.outs]
-    return [Split((way,), functools.partial(_on_device, w, e, way)) for way in kept]
+    return [Split(way, functools.partial(_on_device, w, e, way)) for way in kept]
 
 
 def _names(mapping: Any, rank: int) -> list[Any]:
@@ -305,7 +304,9 @@ def cudnn_attention(w: Writer, e: Any, _: int) -> Sequence[Split]:
 # the axis, or on the order of programs along it, the kernel is computed whole.
 
 _MOST_POINTS = 2**20  # of a grid, at which functions of it are evaluated
+
 _ASK = ("program_id", "num_programs")  # for the place of a program on an axis
+
 # In the names of primitives by which programs share what is no operand, or that hide a
 # function of Python's.
 _HIDDEN = ("prng", "semaphore", "global", "cluster", "inline", "pipeline", "fusion")

@@ -2,7 +2,7 @@
 
     rule(writer, equation, values)  ->  values
 
-What a rule writes with; and facts that follow from the equations that made a value.
+What a rule writes with.
 """
 
 import contextlib
@@ -13,18 +13,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core, source_info_util
 
-from .._passes import about, jaxprs
-from .._passes.jaxprs import is_inexact
-from .._passes.primitives import CAST, entry_of, factors_of
-from . import held
+from .._passes import jaxprs
+from .._passes.places import better_placed
+from .._passes.primitives import entry_of
+from . import extrema, held
 from .held import (
     PARTIAL,
     WHOLE,
     Axis,
-    Failure,
     Layout,
     Records,
     Result,
@@ -49,8 +47,9 @@ class Scope(NamedTuple):
         rules run without the rules.
       partitioned_again: True in a nested `microbatch`, which partitions what is written
         once more.
-      may_count: True if rows meet all the same in sums and extrema of no parameters,
-        such as counts: between the equations of a program of uneven micro-batches.
+      may_count: True if rows meet all the same in counts, which the loss is not
+        differentiated through: between the equations of a program of uneven
+        micro-batches.
       is_inner: True in a program inside of an equation. The results have types, so sums
         are rounded at once.
     """
@@ -77,6 +76,7 @@ class Writer:
       given: the variables of `jaxpr` that may have a cotangent.
       source: where the equation at hand is from, or else the one around it.
       level: the level of what the equation at hand reads, see `Value`.
+      moves: True if a result of the equation at hand may have a cotangent.
     """
 
     axis: Axis
@@ -88,6 +88,7 @@ class Writer:
     given: Collection[Any] = ()
     source: Any = None
     level: int = 0
+    moves: bool = True
 
     def at(self, **other: Any) -> "Writer":
         """The writer of another place."""
@@ -113,7 +114,7 @@ class Writer:
         """The value in a layout; `Value.copies` keeps each layout for later."""
         x, level = v.x, v.level
         if layout == PARTIAL and not v.is_partial:
-            if not is_inexact(v.aval):
+            if not jaxprs.is_inexact(v.aval):
                 raise RowsMeet
             return self.addend(self.reduced(v))
         if layout != v.layout:
@@ -136,7 +137,7 @@ class Writer:
 
     def _all_of(self, v: Value) -> Any:
         self._check_meeting(v if v.is_partial else None)
-        if v.made is not None and (v.scaled or is_reshaped(v)):
+        if v.made is not None and (v.scaled or held.is_reshaped(v)):
             e, vs, i = v.made  # of what it is made of, whole
             xs = [jnp.asarray(self.whole(u), u.aval.dtype) for u in vs]
             return self.results(e, xs)[i]
@@ -152,7 +153,7 @@ class Writer:
             x, self.level = turned
             return x
         x = self.rows_of(self.whole(v), rows)
-        if made := computed_by(v):
+        if made := held.computed_by(v):
             e, vs = made
             self.note(e, max(u.size for u in (v, *vs)))  # for these rows alone
         elif v.rows and v.dim != rows.dim and v.made is not None:
@@ -184,7 +185,7 @@ class Writer:
         """The part of a sum that this micro-batch has; of a whole value, its share."""
         if v.is_partial:
             return v.x
-        number = known_number(v)
+        number = held.known_number(v)
         if self.scope.forbids_shares and number != 0:
             raise RowsMeet
         if number == 0:  # made here: it is nothing that waits for other loops
@@ -218,7 +219,8 @@ class Writer:
             self.level = max(self.level, v.level + v.params)
 
     def _check_meeting(self, v: Value | None) -> None:
-        counts = self.scope.may_count and v is not None and not v.params
+        is_count = v is not None and not (v.params and self.moves)
+        counts = self.scope.may_count and is_count
         if self.scope.forbids_collectives and not counts:
             raise RowsMeet
 
@@ -227,10 +229,11 @@ class Writer:
         self.meet()
         return self.axis.sum(x)
 
-    def gather(self, x: Any) -> Any:
-        """The arrays of all micro-batches, stacked along a new axis 0."""
-        self.meet()
-        return self.axis.gather(x)
+    def gather(self, x: Any, v: Value | None = None) -> Any:
+        """The arrays of all micro-batches, made of `v`, stacked along a new axis 0."""
+        self.meet(v)
+        axis = self.axis
+        return axis.gather(x) if axis.is_even else axis.stack(x, self.index)
 
     def joined(self, v: Value) -> Any:
         """All rows, in their order."""
@@ -257,6 +260,20 @@ class Writer:
                 return held.varying(xs, e.params["axes"])[0]
             xs = held.varying(xs)
         return e.primitive.bind(*xs, **(e.params | params))
+
+    def is_compared(self, e: core.JaxprEqn, v: Value) -> bool:
+        """True for an extremum of `v` whose derivative compares it with `v`."""
+        is_extremum = e.primitive.name in extrema.EXTREMA
+        return is_extremum and v.smooth and e.outvars[0] in self.given
+
+    def extremum(self, e: core.JaxprEqn, x: Any) -> Any:
+        """The extremum that an equation takes of an array, which is computed once."""
+        x = jax.lax.optimization_barrier(x)
+        if jax.__version_info__ >= (0, 11):
+            return self.run(e, [x])
+        # XLA's CPU backend drops barriers, before it rounds a small loop otherwise.
+        is_max, axes = e.primitive.name == "reduce_max", tuple(e.params["axes"])
+        return extrema.extremum_here(is_max, axes, x)
 
     def results(self, e: core.JaxprEqn, xs: Sequence[Any], **params: Any) -> list[Any]:
         out = self.run(e, xs, **params)
@@ -293,7 +310,6 @@ class Writer:
 
         `given` is True for those that may have a cotangent; () if all may.
         """
-        jaxpr = about.references_grouped(jaxpr)
         moving = itertools.compress(jaxpr.outvars, given) if given else jaxpr.outvars
         constants = [
             Value(x, var.aval) for x, var in zip(consts, jaxpr.constvars, strict=True)
@@ -307,12 +323,17 @@ class Writer:
         here = self.at(jaxpr=jaxpr, given=jaxprs.moved_by(jaxpr, moving))
         outer = source_info_util.current_name_stack()
         for e in jaxpr.eqns:
-            e = about.better_placed(e, self.source)
+            e = better_placed(e, self.source)
             info = here.source = e.source_info
+            here.moves = True in here.gives(e)
             with source_info_util.user_context(
                 info.traceback, name_stack=outer + info.name_stack
             ):
-                out = here._equation(e, [value(x) for x in e.invars])
+                try:
+                    out = here._equation(e, [value(x) for x in e.invars])
+                except RowsMeet as error:
+                    error.source = error.source or info
+                    raise
             env.update(zip(e.outvars, out, strict=True))
         return [value(x) for x in jaxpr.outvars]
 
@@ -326,6 +347,8 @@ class Writer:
             return self.interpret(program.jaxpr, program.consts, vs, self.gives(e))
         if (program := _in_two(e)) is not None:
             return self.interpret(program.jaxpr, program.consts, vs)
+        if (branch := held.taken(e, vs)) is not None:
+            return self.interpret(branch.jaxpr, branch.consts, vs[1:], self.gives(e))
         self.level = max([v.level for v in vs], default=0)
         vs = self.rules.operands(self, e, vs)
         results = self._applied(e, vs)
@@ -338,8 +361,8 @@ class Writer:
                 layout,
                 self.level,
                 params,
-                smooth and is_inexact(var.aval),
-                layout == PARTIAL and is_scaled(e, vs, jaxprs.numbers(x.shape)),
+                smooth and jaxprs.is_inexact(var.aval),
+                layout == PARTIAL and held.is_scaled(e, vs, jaxprs.numbers(x.shape)),
                 (e, vs, i),
             )
             for i, ((x, layout), var) in enumerate(zip(results, e.outvars, strict=True))
@@ -347,8 +370,7 @@ class Writer:
 
     def _stays(self, e: core.JaxprEqn, vs: list[Value]) -> bool:
         """True if a jitted function stays one, which JAX lowers once."""
-        whole = all(v.is_whole for v in vs)
-        return about.is_reference_group(e) or (whole and self.rules.draws(self, e))
+        return all(v.is_whole for v in vs) and self.rules.draws(self, e)
 
     def _applied(self, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
         name = e.primitive.name
@@ -358,7 +380,7 @@ class Writer:
         opens = kind in rules.nested and bool(e.outvars) and jaxprs.acts(e)
         if all(v.is_whole for v in vs) and not opens and not shifts:
             return self.all_whole(e, vs)
-        with self.may_fail(e) as out:
+        with self.may_meet() as out:
             if kind in rules.nested and e.outvars:
                 vs = self.rounded(vs)
                 out += rules.nested[kind](self, e, vs) or ()
@@ -390,29 +412,24 @@ class Writer:
         self.records.notes.append(held.note_of(e, size, name))
 
     @contextlib.contextmanager
-    def may_fail(self, e: core.JaxprEqn, last: bool = True) -> Iterator[list[Any]]:
-        """A list for results, which is empty at the end if they cannot be had so.
+    def may_meet(self, last: bool = True) -> Iterator[list[Any]]:
+        """A list for results, which is empty at the end if rows meet and must not.
 
-        That is if rows meet where they must not, or if the rule of the equation fails,
-        which is recorded. Computed whole the result is right all the same. Where
-        nothing can be computed whole it raises `RowsMeet`, unless another way is tried
-        next, so that this is not the `last` one. Errors of the user's code come out.
+        Computed whole the result is right all the same. Where nothing can be computed
+        whole it raises `RowsMeet`, unless another way is tried next, so that this is
+        not the `last` one.
         """
         results: list[Any] = []
         level, notes = self.level, self.records.notes
         before = len(notes)
         try:
             yield results
-        except Exception as error:
-            meets = isinstance(error, RowsMeet)
-            forbidden = meets and last and self.scope.forbids_collectives
-            if forbidden or (not meets and about.is_of_user(error)):
+        except RowsMeet:
+            if last and self.scope.forbids_collectives:
                 raise
             self.level = level
             results.clear()
             del notes[before:]
-            if not meets:
-                self.records.failures.append(Failure(e, error))
 
     def _fits(self, e: core.JaxprEqn, out: list[Result]) -> bool:
         """True if a rule gave every result in the shape of its layout."""
@@ -422,6 +439,8 @@ class Writer:
             for (x, layout), aval in pairs
         )
 
+
+# == Rules =============================================================================
 
 Rule = Callable[[Writer, core.JaxprEqn, list[Value]], Results]
 
@@ -465,204 +484,3 @@ def _in_two(equation: core.JaxprEqn) -> jaxprs.Program | None:
         return jax.lax.reshape(jax.lax.transpose(x, order), shape)
 
     return jaxprs.program_of(computed, equation.invars[0].aval)
-
-
-# == How a value was made ==============================================================
-
-
-def computed_by(v: Value) -> tuple[core.JaxprEqn, list[Value]] | None:
-    """The equation that computes a value of no rows, unless it only moves numbers."""
-    if v.made is None or not all(u.is_whole for u in v.made[1]):
-        return None
-    e, vs, _ = v.made
-    moves = entry_of(e).is_exact or e.primitive.name.startswith("scatter")
-    return None if moves else (e, vs)
-
-
-def known_number(v: Value) -> Any:
-    """The number that all of a value is for certain, or None."""
-    if v.made is None:
-        is_number = v.shape == () and not isinstance(v.x, jax.core.Tracer)
-        return np.asarray(v.x).item() if is_number else None
-    e, vs, _ = v.made
-    moves, casts = entry_of(e).moves, e.primitive.name == CAST
-    number = known_number(vs[0]) if moves or casts else None
-    if not casts or number is None or not np.isfinite(number):
-        return number
-    with jax.ensure_compile_time_eval():  # it may become another number
-        x = np.asarray(number, vs[0].aval.dtype)
-        return np.asarray(jax.lax.convert_element_type(x, v.aval.dtype)).item()
-
-
-def unmoved(v: Value) -> tuple[Value, dict[int, int]]:
-    """The value that a value was before it was moved, and spread along new axes.
-
-    With it comes, for each of its axes that is longer than 1, the axis of `v` that it
-    became.
-    """
-    axes = {d: d for d, n in enumerate(v.shape) if n != 1}
-    while v.made is not None and (back := _axes_before(v.made[0])) is not None:
-        axes = {back[d]: place for d, place in axes.items() if d in back}
-        v = v.made[1][0]
-    return v, axes
-
-
-def _axes_before(e: core.JaxprEqn) -> dict[int | None, int] | None:
-    """For axes of the result, the axis of the operand that each was.
-
-    None if the equation does more than move numbers, or takes axes apart.
-    """
-    if not entry_of(e).moves and e.primitive.name != "stop_gradient":
-        return None
-    if e.primitive.name != "reshape":
-        ways = factors_of(entry_of(e), e)
-        return {x.outs[0]: x.ins[0] for x in ways if x.ins[0] is not None}
-    both: list[Any] = [*e.invars[:1], *e.outvars]
-    shapes = [x.aval.shape for x in both]
-    before, after = ([d for d, n in enumerate(x) if n != 1] for x in shapes)
-    same = [shapes[0][d] for d in before] == [shapes[1][d] for d in after]
-    return dict(zip(after, before, strict=True)) if same else None
-
-
-def is_of_rows(v: Value) -> bool:
-    """True if a whole value was computed of values with rows, which met."""
-    todo, seen = ([v] if v.is_whole else []), set()
-    while todo:
-        u = todo.pop()
-        if u.rows or u.is_partial:
-            return True
-        if id(u) not in seen and u.made is not None:
-            seen.add(id(u))
-            todo += u.made[1]
-    return False
-
-
-Step = tuple[core.JaxprEqn, list[Value], int]  # the operand that is the way
-
-
-class Shifted(NamedTuple):
-    """A value that is linear in `of` less all `shifts`, or in `exp` of the difference.
-
-    Attributes:
-      exp: the equation of the exponential; None if there is none.
-      of: the value with rows that is shifted.
-      shifts: what is subtracted: values of all rows, known later than `of`.
-      masks: what keeps numbers on the way, and which of two choices keeps them.
-      steps: the equations on the way; without masks, if there is an exponential.
-      varies: the axes along which the shifts vary.
-    """
-
-    exp: core.JaxprEqn | None
-    of: Value
-    shifts: list[Value]
-    masks: list[tuple[Value, int]]
-    steps: list[Step]
-    varies: set[int]
-
-
-def shifted(v: Value) -> Shifted | None:
-    """A value as `Shifted`, by shifts that are the same for all rows."""
-    path = _path_to_shift(v)
-    if path is None:
-        return None
-    exp, of, shifts = None, v, list[Value]()
-    if path:
-        (first, vs, i), *others = path
-        of = vs[i]
-        exp, path = (first, others) if first.primitive.name == "exp" else (None, path)
-    while (pair := _late_shift(of)) is not None:
-        of, shift = pair
-        shifts.append(shift)
-    varies = {d for x in shifts for d in unmoved(x)[1].values()}
-    beside = [u for _, vs, i in path for j, u in enumerate(vs) if j != i]
-    is_known = not of.params or all(u.level <= of.level for u in beside)
-    is_real = jnp.issubdtype(of.aval.dtype, jnp.floating)
-    if of.shape != v.shape or v.dim in varies or not (is_known and is_real):
-        return None
-    # Without exp it is a log_softmax, less a maximum and the logarithm of a sum.
-    if exp is None and not (len(shifts) > 1 and _is_maximum(shifts[-1])):
-        return None
-    masks = [(vs[0], i) for e, vs, i in path if e.primitive.name == "select_n"]
-    if exp is not None:
-        path = [x for x in path if x[0].primitive.name != "select_n"]
-    return Shifted(exp, of, shifts, masks, path, varies)
-
-
-def _path_to_shift(v: Value, most: int = 4) -> list[Step] | None:
-    """The steps from a shifted value to a value that is linear in it, or in its `exp`.
-
-    The nearest to the shifted value, which may be `exp`, comes first.
-    """
-    if _late_shift(v) is not None:
-        return []
-    if v.made is None or not most:
-        return None
-    e, vs, _ = v.made
-    if e.primitive.name == "exp":
-        return [(e, vs, 0)] if _late_shift(vs[0]) is not None else None
-    for i in _linear_in(e, vs):
-        if (path := _path_to_shift(vs[i], most - 1)) is not None:
-            return [*path, (e, vs, i)]
-    return None
-
-
-def _linear_in(e: core.JaxprEqn, vs: Sequence[Value]) -> Sequence[int]:
-    """The operands, of the shape of the result, in each of which `e` is linear."""
-    name, [aval] = e.primitive.name, held.types_of(e)[:1]
-    same = [v.shape == aval.shape for v in vs]
-    if name == "mul":
-        return [i for i in (0, 1) if same[i]]
-    if name == "neg":
-        return [0]
-    if name == CAST and all(map(is_inexact, (vs[0].aval, aval))):
-        return [0] * (jnp.finfo(aval.dtype).bits >= jnp.finfo(vs[0].aval.dtype).bits)
-    if name == "select_n" and all(same) and len(vs) == 3:
-        return [i for i in (1, 2) if known_number(vs[3 - i]) == 0]
-    return []
-
-
-def _late_shift(v: Value) -> tuple[Value, Value] | None:
-    """The operands of a difference, if the second is of all rows, and known later."""
-    if v.made is None or v.made[0].primitive.name != "sub":
-        return None
-    of, shift = v.made[1]
-    # Levels are counted from the parameters, and any function may have none.
-    is_late = shift.level > of.level or not of.params
-    return (of, shift) if is_late and is_of_rows(shift) else None
-
-
-def _is_maximum(v: Value) -> bool:
-    """True for a maximum, which may be another number if it is not finite."""
-    e, vs, _ = unmoved(v)[0].made or (None, [], 0)
-    name = e.primitive.name if e is not None else ""
-    found = name in ("max", "select_n") and any(map(_is_maximum, vs))
-    return found or name == "reduce_max"
-
-
-def is_reshaped(v: Value) -> bool:
-    """True if a value is rows in another shape: they are kept once for both shapes."""
-    if v.made is None or not entry_of(v.made[0]).moves:
-        return False
-    of = v.made[1][0]
-    return of.size == v.size and not of.is_whole
-
-
-def is_scaled(e: core.JaxprEqn, vs: Sequence[Value], size: int) -> bool:
-    """True if the parts of a result may add up to NaN, see `Value`.
-
-    Then the operand is summed instead, unless that is much larger.
-    """
-    name = e.primitive.name
-    summed, factors = [v for v in vs if v.is_partial], []
-    if name == "div":
-        summed, factors = vs[:1], vs[1:]
-    elif name == "mul":
-        factors = [v for v in vs if not v.is_partial]
-    if jaxprs.inner_programs(e) or sum(v.size for v in summed) > max(size, _FEW):
-        return False
-    numbers = map(known_number, factors)
-    finite = all(x is not None and np.isfinite(x) and x != 0 for x in numbers)
-    return any(v.scaled for v in vs) or not finite
-
-
-_FEW = 16  # numbers: so many more may be summed

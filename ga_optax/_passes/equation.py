@@ -1,46 +1,34 @@
 """A function over micro-batches as one equation of JAX, with its derivatives.
 
-    divided(xs)  =  fun(xs);   its tangent is divided, too, and so is the transpose
+    divided           xs -> fun(*xs), at all rows
+    tangent           (xs, ts) -> the tangents of the results
+    gradient          (xs, cts) -> the cotangents of some xs
 
-And a primitive for loops with references, which JAX cannot transform: it runs the loop,
-and is transformed as the plain program.
+All three are functions over micro-batches themselves, so one primitive serves them.
+Its derivative is a tangent; the transpose of a tangent is a gradient, which runs
+`fun` once more. If one scalar alone moves, its gradient comes with its value instead:
+the tangent is Σ gradient · t, and nothing runs twice. All other transformations, such
+as another derivative, JAX applies to the plain function.
+
+An equation may come with a program that exists already, such as that of
+`value_and_grad`: then the program runs, and the equation gives its derivatives.
 """
 
 import dataclasses
 import functools
-import inspect
-import sys
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import checkify
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir, partial_eval
 
 from .._devices import collectives, meshes
-from . import about, jaxprs, primitives
-
-# == One equation over micro-batches ===================================================
-# A function over micro-batches as one equation, and the derivatives of that equation.
-#
-#     divided           xs -> fun(*xs), at all rows
-#     tangent           (xs, ts) -> the tangents of the results
-#     gradient          (xs, cts) -> the cotangents of some xs
-#
-# All three are functions over micro-batches themselves, so one primitive serves them.
-# Its derivative is a tangent; the transpose of a tangent is a gradient, which runs
-# `fun` once more. If one scalar alone moves, its gradient comes with its value instead:
-# the tangent is Σ gradient · t, and nothing runs twice. All other transformations, such
-# as another derivative, JAX applies to the plain function.
-#
-# An equation may come with a program that exists already, such as that of
-# `value_and_grad`: then the program runs, and the equation gives its derivatives.
+from ..accumulator import sum_dtype
+from . import effects, jaxprs, new_primitive, primitives
 
 NAME, WRITTEN = "ga_optax_microbatch", primitives.GRADIENTS
+
 Flat = Callable[..., list[Any]]
 
 
@@ -151,8 +139,8 @@ class Divided:
 
     def run_silently(self, *xs: Any) -> list[Any]:
         """The results of the function, without callbacks."""
-        same = self.silent.jaxpr is self.program.jaxpr
-        return self.flat(*xs) if same else jaxprs.results(self.silent, xs)
+        acts = any(map(jaxprs.acts, self.program.jaxpr.eqns))
+        return jaxprs.results(self.silent, xs) if acts else self.flat(*xs)
 
     @functools.cached_property
     def axes_of_results(self) -> Sequence[int | None]:
@@ -209,7 +197,7 @@ class Divided:
     def tangent(self, moving: tuple[int, ...], smooth: tuple[int, ...]) -> "Divided":
         """The tangents of `smooth` results, for tangents of the `moving` operands."""
         return self._with(
-            flat=pushed(self.run_silently, moving, smooth),
+            flat=new_primitive.pushed(self.run_silently, moving, smooth),
             types=(*self.types, *(self.types[i] for i in moving)),
             results=tuple(self.results[i] for i in smooth),
             axes=(*self.axes, *(self.axes[i] for i in moving)),
@@ -226,7 +214,7 @@ class Divided:
         if not self.exact:
             return None
         silent = core.jaxpr_as_fun(program.replace(jaxpr=jaxprs.silent(program.jaxpr)))
-        return jax.make_jaxpr(pushed(silent, moving, smooth))(*xs)
+        return jax.make_jaxpr(new_primitive.pushed(silent, moving, smooth))(*xs)
 
     def gradient(self, of: Gradient) -> "Divided":
         """The gradient of the function."""
@@ -244,12 +232,14 @@ class Divided:
             out, pull, rest = jax.vjp(of_some, *some, has_aux=True)
             grads = pull(cts if seeds else list(map(collectives.one_like, out)))
             if not seeds:
-                grads = [g.astype(sum_dtype(g)) for g in grads]
+                grads = [g.astype(sum_dtype(g.dtype)) for g in grads]
             return [*rest, *grads]
 
         of_wrt = [self.types[i] for i in of.wrt]
         if not seeds:
-            of_wrt = [x.update(dtype=sum_dtype(x), weak_type=False) for x in of_wrt]
+            of_wrt = [
+                x.update(dtype=sum_dtype(x.dtype), weak_type=False) for x in of_wrt
+            ]
         return self._with(
             flat=flat,
             types=(*self.types, *(self.results[i] for i in seeds)),
@@ -293,13 +283,15 @@ class Divided:
             return self._with(flat=vmap(self.flat, along), **how).bind(xs, program)
         closed = jax.make_jaxpr(vmap(self.flat, along))(*xs)
         new = self.with_program(closed, axes, self.number)
-        new = dataclasses.replace(new, remat=self.remat or None)
+        # JAX differentiates the function itself: its rules may run only then.
+        flat = new.flat if closed.consts else vmap(self.flat, along)
+        new = dataclasses.replace(new, remat=self.remat or None, flat=flat)
         return new.bind([*closed.consts, *xs])
 
 
 def _read(closed: Any, axes: Sequence[int | None]) -> dict[str, Any]:
     """The fields of a `Divided` that depend on its program alone."""
-    jaxpr = about.references_grouped(jaxprs.without_constants(closed.jaxpr))
+    jaxpr = jaxprs.without_constants(closed.jaxpr)
     program = jaxprs.Program(jaxpr)
 
     def flat(*xs: Any) -> list[Any]:
@@ -312,11 +304,6 @@ def _read(closed: Any, axes: Sequence[int | None]) -> dict[str, Any]:
         "axes": (*[None] * len(closed.consts), *axes),
         "traced": program,
     }
-
-
-def sum_dtype(x: Any) -> Any:
-    """The dtype in which gradients like `x` are added up: 32 bits or more."""
-    return np.promote_types(x.dtype, np.float32)
 
 
 def _depending(jaxpr: core.Jaxpr, operands: Iterable[int]) -> list[int]:
@@ -349,10 +336,10 @@ def _divided_primitive(name: str) -> core.Primitive:
         jaxpr = jaxprs.live(program.jaxpr.replace(outvars=outs))
         return params | {"program": program.replace(jaxpr=jaxpr)}
 
-    how = How(plain, _batched, _derived, impl, _types_of_results)
-    new = primitive(name, how)
-    transposed(new, _transposed)
-    without_unused(new, only)
+    how = new_primitive.How(plain, _batched, _derived, impl, _types_of_results)
+    new = new_primitive.primitive(name, how)
+    new_primitive.transposed(new, _transposed)
+    new_primitive.without_unused(new, only)
     return new
 
 
@@ -377,8 +364,8 @@ def _effects(function: Divided) -> frozenset[Any]:
         return jaxprs.outer_effects(function.program.jaxpr)
     base = of.base.program.jaxpr
     with_value = isinstance(of, Gradient) and of.outs
-    effects = jaxprs.outer_effects(base) if with_value else frozenset()
-    return effects | about.side_effects(base).of_rules
+    found = jaxprs.outer_effects(base) if with_value else frozenset()
+    return found | effects.side_effects(base).of_rules
 
 
 def _types_of_program(types: Sequence[Any], program: Any) -> list[Any]:
@@ -395,7 +382,8 @@ def _batched(
     # The function may communicate along the axis.
     names = {"axis_name": axis.name, "spmd_axis_name": axis.spmd_name}
     vmap = functools.partial(jax.vmap, axis_size=axis.size, **names)
-    xs = in_front(xs, dims)
+    pairs = zip(xs, dims, strict=True)
+    xs = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in pairs]
     return function.batched(vmap, xs, [d is not None for d in dims], program)
 
 
@@ -419,7 +407,7 @@ def _derived(
         sum_of_all = functools.reduce(jnp.add, [paired(g, t) for g, t in pairs])
         tangents = [sum_of_all.astype(out[smooth[0]].dtype)]
     elif function.has_callbacks:  # A second run may return something else.
-        out, tangents = differentiated(function.flat, xs, moving, dots)
+        out, tangents = new_primitive.differentiated(function.flat, xs, moving, dots)
         tangents = [tangents[i] for i in smooth]
     else:
         out, tangents, both = function.bind(xs, program), [], [*xs, *dots]
@@ -456,265 +444,21 @@ def _transposed(
     return gradient.bind([*operands, *cts.values()])
 
 
-# == Loops with references =============================================================
-# A program with references, which is transformed as a plain one that does the same.
-#
-# References can be neither batched nor differentiated. No custom rule of JAX serves all
-# of batching, forward and reverse mode, and allows references; so this is a primitive.
-# It runs as the program with references, and JAX batches, differentiates and checks
-# (`checkify`) the plain program.
-
-Run = Callable[[Any], Any]
+# -- Derivatives that are refused ------------------------------------------------------
 
 
-def with_rules_of(plain: Run, run: Run) -> Run:
-    """`run`, which JAX transforms as if it were `plain`; both take one tree.
-
-    The result is `plain`, with a warning, if this version of JAX lacks the interfaces.
-    """
-
-    def bound(tree: Any) -> Any:
-        primitive = _primitive()
-        if primitive is None:
-            return plain(tree)
-        flat, structure = jax.tree.flatten(tree)
-        program, shapes = jax.make_jaxpr(run, return_shape=True)(tree)
-
-        def flat_plain(*args: jax.Array) -> list[jax.Array]:
-            return jax.tree.leaves(plain(jax.tree.unflatten(structure, args)))
-
-        types = tuple(program.out_avals)
-        out = primitive.bind(*flat, program=program, plain=flat_plain, types=types)
-        return jax.tree.unflatten(jax.tree.structure(shapes), out)
-
-    return bound
+class NoDerivativeError(NotImplementedError):
+    """A derivative that cannot be had."""
 
 
-@functools.cache
-def _primitive() -> core.Primitive | None:
-    """The primitive, registered at the first use; None if this JAX cannot do so."""
-    try:
-        return _registered()
-    except Exception as error:  # Any: what JAX will change is not known.
-        warnings.warn(
-            f"ga_optax adds no gradients in place with jax {jax.__version__}: "
-            f"{type(error).__name__}: {error}. Results are the same and take more "
-            "memory. Use a newer ga_optax; optimize=False runs the plain loop without "
-            "this warning.",
-            stacklevel=2,
-        )
-        return None
+def not_differentiable(x: Any, error: Exception) -> Any:
+    """The same array, which raises `error` if it is differentiated."""
+    if not jaxprs.is_inexact(x):
+        return x
+    same = jax.custom_jvp(lambda x: x)
 
+    @same.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        raise error
 
-def _registered() -> core.Primitive:
-    def derived(args: Any, moved: Any, dots: Any, *, plain: Any, **_: Any) -> Any:
-        return differentiated(plain, args, moved, dots)
-
-    def batched(_: Any, args: Any, axes: Any, *, plain: Any, **__: Any) -> Any:
-        return jax.vmap(plain, in_axes=axes)(*args)
-
-    how = How(
-        lambda program, plain, **_: (plain, len(program.in_avals)),
-        batched,
-        derived,
-        types=lambda *args, types, **_: (types, core.no_effects),
-    )
-    return primitive(primitives.WINDOW, how)
-
-
-# -- Primitives of ours ----------------------------------------------------------------
-
-
-def _ran(*args: Any, program: Any, **_: Any) -> Any:
-    """The results of a primitive whose parameter `program` is its program.
-
-    JAX checks them for NaN if asked to, which `jaxpr_as_fun` turns off.
-    """
-    return jaxprs.results(program, args)
-
-
-def _types(*_: Any, program: Any, **__: Any) -> tuple[Any, Any]:
-    """The types of the results of such a primitive, and the effects."""
-    return program.out_avals, program.effects
-
-
-class How(NamedTuple):
-    """The rules of a primitive, whose results are a list.
-
-    Attributes:
-      plain: takes the parameters; returns the plain function and the number of its
-        operands.
-      batched: takes an axis, operands and their axes; returns the results, all batched
-        along the first axis.
-      derived: takes operands, the numbers of those with tangents, and these tangents;
-        returns the results, and tangents by the number of the result.
-      run: takes operands, returns results; by default those of the parameter `program`.
-      types: the types of the results, and the effects; by default those of `program`.
-    """
-
-    plain: Callable[..., Any]
-    batched: Callable[..., Sequence[Any]]
-    derived: Callable[..., tuple[Any, dict[int, Any]]]
-    run: Callable[..., Any] = _ran
-    types: Callable[..., tuple[Any, Any]] = _types
-
-
-def primitive(name: str, how: How) -> core.Primitive:
-    """A new primitive with rules."""
-    new = core.Primitive(name)
-
-    def batched(axis: Any, xs: Any, dims: Any, **params: Any) -> tuple[Any, Any]:
-        if all(d is None for d in dims):
-            out = new.bind(*xs, **params)
-            return out, [None] * len(out)
-        out = how.batched(axis, xs, dims, **params)
-        return out, [0] * len(out)
-
-    def derived(xs: Any, dots: Any, **params: Any) -> tuple[Any, Any]:
-        moved = [i for i, t in enumerate(dots) if not isinstance(t, ad.Zero)]
-        out, tangents = how.derived(xs, moved, [dots[i] for i in moved], **params)
-        zeros = (ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out)
-        return out, [tangents.get(i, zero) for i, zero in enumerate(zeros)]
-
-    new.multiple_results = True
-    # Newer JAX lowers "high" primitives; those inside are lowered where `run` runs.
-    new.is_high = lambda *_, **__: False
-    new.def_impl(how.run)
-    new.def_effectful_abstract_eval(how.types)
-    mlir.register_lowering(new, _lowering(how.run), cacheable=False)
-    batching.fancy_primitive_batchers[new] = batched
-    ad.primitive_jvps[new] = derived
-    checked(new, how.plain)
-    return new
-
-
-# What JAX 0.10 to 0.12 need to lower a program, beside the operands.
-_GIVEN = {"ctx", "jaxpr", "name_stack", "tokens", "consts_for_constvars", "args"}
-_GIVEN |= {"dim_var_values", "const_lowering", "outer_traceback"}
-
-
-def _lowering(run: Callable[..., Any]) -> Callable[..., Any]:
-    """The lowering of a primitive: of the program that it has, or of a trace of `run`.
-
-    A trace would run each equation of the program again.
-    """
-    traced = mlir.lower_fun(run, multiple_results=True)
-    is_known = set(inspect.signature(mlir.jaxpr_subcomp).parameters) == _GIVEN
-
-    def lowered(ctx: Any, *xs: Any, **params: Any) -> Any:
-        program = params.get("program")
-        if not (is_known and program and _is_plain(program, ctx.avals_in)):
-            return traced(ctx, *xs, **params)
-        module, platforms = ctx.module_context, ctx.platforms
-        out, tokens = mlir.jaxpr_subcomp(
-            module.replace(platforms=platforms) if platforms else module,
-            program.jaxpr,
-            ctx.name_stack,
-            ctx.tokens_in,
-            [],
-            *xs,
-            dim_var_values=ctx.dim_var_values,
-            const_lowering=ctx.const_lowering,
-            outer_traceback=None,
-        )
-        ctx.set_tokens_out(tokens)
-        return out
-
-    return lowered
-
-
-def _is_plain(program: Any, types: Sequence[Any]) -> bool:
-    """True if a program has no effects, and types as it was traced with."""
-    jaxpr = program.jaxpr
-    acts = jaxpr.effects or program.consts or getattr(jaxpr, "is_high", False)
-    return not acts and list(types) == [x.aval for x in jaxpr.invars]
-
-
-def in_front(xs: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
-    """Operands with their batched axis in front."""
-    pairs = zip(xs, dims, strict=True)
-    return [x if d is None else jnp.moveaxis(x, d, 0) for x, d in pairs]
-
-
-def differentiated(
-    fun: Callable[..., Any], xs: Sequence[Any], moved: Sequence[int], dots: Any
-) -> tuple[Any, dict[int, Any]]:
-    """The results of a function, and tangents by number, as in `How.derived`."""
-    some = [xs[i] for i in moved]
-    out, tangents = jax.jvp(jaxprs.of_some(fun, xs, moved), some, list(dots))
-    return out, dict(enumerate(tangents))
-
-
-def pushed(
-    fun: Callable[..., Any], moving: Sequence[int], smooth: Sequence[int]
-) -> Callable[..., list[Any]]:
-    """A function of operands and tangents of some; returns tangents of some results."""
-
-    def flat(*both: Any) -> list[Any]:
-        n = len(both) - len(moving)
-        tangents = differentiated(fun, both[:n], moving, both[n:])[1]
-        return [tangents[i] for i in smooth]
-
-    return flat
-
-
-def transposed(primitive: core.Primitive, rule: Callable[..., Sequence[Any]]) -> None:
-    """Gives a primitive a transpose.
-
-    `rule` takes the operands, the numbers of the linear ones, and the cotangents by the
-    number of the result; it returns the cotangents of the linear operands.
-    """
-
-    def every(cts: Any, *xs: Any, **params: Any) -> list[Any]:
-        linear = [i for i, x in enumerate(xs) if ad.is_undefined_primal(x)]
-        given = {i: ct for i, ct in enumerate(cts) if not isinstance(ct, ad.Zero)}
-        back = dict(zip(linear, rule(xs, linear, given, **params), strict=True))
-        return [back.get(i) for i in range(len(xs))]
-
-    ad.primitive_transposes[primitive] = every
-
-
-def checked(primitive: core.Primitive, plain: Callable[..., Any]) -> None:
-    """Has `checkify` check a primitive as its jitted `How.plain`."""
-    # The table of checks, which no public module names.
-    checks = sys.modules[checkify.checkify.__module__].error_checks
-
-    def rule(*args: Any, **params: Any) -> Any:
-        fun, number = plain(**params)
-        # Before the values, rules have arguments that differ between versions of JAX.
-        before, values = args[: len(args) - number], args[len(args) - number :]
-        closed: Any = jax.make_jaxpr(jax.jit(fun))(*values)
-        errors: list[Any] = []
-
-        def of_function(equation: core.JaxprEqn, values: list[Any]) -> Any:
-            check = checks[equation.primitive]
-            error, out = check(*before, *values, **equation.params)
-            errors.append(error)
-            return out
-
-        results = jaxprs.evaluate(closed, values, of_function)
-        [error] = errors
-        return error, results
-
-    checks[primitive] = rule
-
-
-def without_unused(primitive: core.Primitive, only: Callable[..., Any]) -> None:
-    """Has JAX leave out results of a primitive that nobody reads.
-
-    `only` takes the parameters of an equation, and the numbers of the results to keep;
-    it returns the parameters of the equation with these results alone.
-    """
-
-    def rule(used: list[bool], *more: Any) -> tuple[list[bool], Any]:
-        equation: core.JaxprEqn = more[-1]  # before it, newer JAX has more to say
-        every = [True] * len(equation.invars)
-        if all(used):
-            return every, equation
-        if not any(used) and not equation.effects:
-            return [False] * len(every), None
-        kept = [i for i, is_used in enumerate(used) if is_used]
-        outs, params = [equation.outvars[i] for i in kept], equation.params
-        return every, equation.replace(outvars=outs, params=only(**params, kept=kept))
-
-    partial_eval.dce_rules[primitive] = rule
+    return same(x)

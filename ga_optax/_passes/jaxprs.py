@@ -732,12 +732,6 @@ def put(xs: Sequence[Any], places: Iterable[int], new: Sequence[Any]) -> list[An
     return list((dict(enumerate(xs)) | dict(zip(places, new, strict=True))).values())
 
 
-def checkpointed(equation: core.JaxprEqn, body: Callable[..., Any]) -> Any:
-    """`jax.checkpoint` of another function, with the options of an equation."""
-    options = {key: equation.params[key] for key in ("prevent_cse", "policy")}
-    return jax.checkpoint(body, **options)
-
-
 def scan(how: Scan, body: Callable[[list[Any]], Any], values: list[Any]) -> list[Any]:
     """The results of a scan with another body."""
     consts, start, slices = how.split(values)

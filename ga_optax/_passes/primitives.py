@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
+from jax.extend.core import primitives as of_jax
 
 # == The notation of dimensions ========================================================
 # The notation of the dimensions of primitives.
@@ -71,15 +72,15 @@ def factors_of_dims(dims: Dims) -> list[Factor]:
 
 
 class Split(NamedTuple):
-    """The factors of a call, as the call itself or the user gives them.
+    """A way to split a call, as the call itself or the user gives it.
 
     Attributes:
-      factors: the factors; the call may be split along any one of them.
-      fun: computes parts of the results from parts of the operands, along a factor.
-      name: the name of the user's function, if the user promises the factors; else "".
+      factor: the factor along which the call may be split.
+      fun: computes parts of the results from parts of the operands, along the factor.
+      name: the name of the user's function, if the user promises the factor; else "".
     """
 
-    factors: tuple[Factor, ...]
+    factor: Factor
     fun: Callable[..., list[Any]]
     name: str = ""
 
@@ -88,11 +89,9 @@ class Split(NamedTuple):
 
         `ins` and `outs` are their numbers among `[*operands, *results]`.
         """
-        dims = [(*factor.ins, *factor.outs) for factor in self.factors]
-        factors = (
-            Factor(*(tuple(x[i] for i in side) for side in (ins, outs))) for x in dims
-        )
-        return self._replace(fun=fun, factors=tuple(factors))
+        dims = *self.factor.ins, *self.factor.outs
+        factor = Factor(*(tuple(dims[i] for i in side) for side in (ins, outs)))
+        return self._replace(fun=fun, factor=factor)
 
 
 # == The table =========================================================================
@@ -101,7 +100,7 @@ class Split(NamedTuple):
 # A row has all facts about a primitive. `_partition.factors` splits equations by the
 # dimensions, in the notation above; the tests run the example; and the passes and the
 # window ask the other columns. Where dimensions are not enough, as for control flow and
-# gathers, `_partition.partitioned` names a rule. A primitive without a row is unknown:
+# gathers, `_partition.rules` names a rule. A primitive without a row is unknown:
 # no pass touches it, and its backward pass may do anything.
 
 
@@ -110,7 +109,7 @@ class Entry(NamedTuple):
 
     Attributes:
       dims: the factors of operands and results, or a function that returns them for an
-        equation; None if `_partition.partitioned` names a rule.
+        equation; None if `_partition.rules` names a rule.
       example: a call for the tests, of `h`, which has rows; `w`, a matrix without rows;
         and `ids`, an integer for each row.
       sums: the operands in all of which together the primitive is linear.
@@ -578,3 +577,11 @@ KINDS = {x: row.kind for x, row in TABLE.items() if row.kind in PROGRAM_KINDS}
 # Primitives that JAX can read, programs inside included: there is no code of another
 # kind that may do more than compute.
 SEEN = {x for x, row in TABLE.items() if row.kind in ("", "open", *PROGRAM_KINDS)}
+
+
+def check_names() -> None:
+    """Raises if this JAX has another name for a primitive that passes look for."""
+    loops = of_jax.scan_p, of_jax.jit_p, of_jax.remat_p
+    others = of_jax.dot_general_p, of_jax.convert_element_type_p, of_jax.swap_p
+    if other := {x.name for x in (*loops, *others)} - TABLE.keys():
+        raise LookupError(f"there are primitives of other names: {other}")

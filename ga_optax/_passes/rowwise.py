@@ -2,8 +2,7 @@
 
     rowwise(f)(x)[i]  =  f(x[i : i + 1])[0]
 
-The promise is one equation, with derivatives. So is a scan by a function of which the
-user promises that it is associative. Then functions that close over values.
+The promise is one equation, with derivatives. Then functions that close over values.
 """
 
 import functools
@@ -16,8 +15,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from .._checks import check_callable, named_leaves
-from .._devices import meshes
-from . import equation, jaxprs, primitives
+from . import jaxprs, new_primitive, primitives
 from .primitives import Axes, Factor, Split
 
 # == The promise =======================================================================
@@ -31,10 +29,11 @@ from .primitives import Axes, Factor, Split
 #     dy = ∂fun(x, w)·dx      an equation too, which splits along the rows of y
 #     dx, dw = ∂fun(x, w)ᵀ·dy     the transpose is another; dw is a sum over rows
 #
-# So the derivatives follow the function's own rules. `jax.vmap` adds a factor, because
-# along its axis no example needs another.
+# So the derivatives follow the function's own rules. Under `jax.vmap` a call is the
+# function itself, without the promise.
 
 NAME = primitives.ROWWISE
+
 # A program that will be partitioned is traced under this axis, by which a call knows.
 # (JAX caches traced functions by the axes around.)
 READ = [("rows are read", 1)]
@@ -87,7 +86,7 @@ def rowwise(
     @functools.wraps(fun)
     def call(*args: Any, **kwargs: Any) -> Any:
         axes, n = _axes("in_axes", in_axes, args)
-        if not _is_read():
+        if not is_read():
             out = fun(*args, **kwargs)
             _axes("out_axes", out_axes, out, n)
             return out
@@ -104,7 +103,7 @@ def rowwise(
         outs, _ = _axes("out_axes", out_axes, function.out, n)
         ins = *(axes[i] for i in given), *(None for _ in function.captured)
         name = getattr(fun, "__name__", type(fun).__name__)
-        promise = Split((Factor(ins, outs),), function, name)
+        promise = Split(Factor(ins, outs), function, name)
         results = bound(promise, *xs, *function.captured)
         return jax.tree.unflatten(jax.tree.structure(function.out), results)
 
@@ -157,7 +156,7 @@ def _axes(name: str, axes: Any, tree: Any, rows: Any = None) -> tuple[Axes, Any]
     return tuple(numbers), rows
 
 
-def _is_read() -> bool:
+def is_read() -> bool:
     """True if the program that is traced will be partitioned."""
     try:
         return bool(jax.lax.axis_size(READ[0][0]))
@@ -227,38 +226,22 @@ def _primitive() -> core.Primitive:
     def plain(promise: Split, program: Any) -> tuple[Any, int]:
         return promise.fun, len(program.in_avals)
 
-    how = equation.How(plain, _batched, _derived)
-    new = equation.primitive(NAME, how)
-    equation.transposed(new, _transposed)
+    how = new_primitive.How(plain, _batched, _derived)
+    new = new_primitive.primitive(NAME, how)
+    new_primitive.transposed(new, _transposed)
     return new
 
 
 def _batched(axis: Any, xs: Any, dims: Any, *, promise: Split, program: Any) -> Any:
-    ins = tuple(None if d is None else 0 for d in dims)
-    outs = (0,) * len(program.out_avals)
-    fun = jax.vmap(promise.fun, ins, axis_name=axis.name)
-    factors = [
-        Factor(_behind(factor.ins, ins), _behind(factor.outs, outs))
-        for factor in promise.factors
-    ]
-    if not program.effects:  # such as a sum over the axis
-        factors.append(Factor(ins, outs))
-    xs = equation.in_front(xs, dims)
-    return bound(promise._replace(fun=fun, factors=tuple(factors)), *xs)
-
-
-def _behind(axes: Axes, new: Axes) -> Axes:
-    """The axes of arrays once some have one more axis, the first."""
-    pairs = zip(axes, new, strict=True)
-    return tuple(d if d is None or first is None else d + 1 for d, first in pairs)
+    return jax.vmap(promise.fun, dims, axis_name=axis.name)(*xs)
 
 
 def _derived(xs: Any, moved: Any, dots: Any, *, promise: Split, program: Any) -> Any:
-    if program.effects or not _is_read():  # so that nothing happens twice
-        return equation.differentiated(promise.fun, xs, moved, dots)
+    if program.effects or not is_read():  # so that nothing happens twice
+        return new_primitive.differentiated(promise.fun, xs, moved, dots)
     out = _primitive().bind(*xs, promise=promise, program=program)
     smooth, n = [i for i, x in enumerate(out) if jaxprs.is_inexact(x)], len(xs)
-    fun = equation.pushed(promise.fun, moved, smooth)
+    fun = new_primitive.pushed(promise.fun, moved, smooth)
     dot = promise.of_some(fun, [*range(n), *moved], [n + i for i in smooth])
     return out, dict(zip(smooth, bound(dot, *xs, *dots), strict=True))
 
@@ -278,131 +261,6 @@ def _transposed(xs: Any, linear: Any, cts: Any, *, promise: Split, program: Any)
     zeros = [jnp.zeros_like(program.in_avals[i]) for i in linear]
     new = promise.of_some(back, [*range(n), *(n + i for i in cts)], linear)
     return bound(new, *jaxprs.put(xs, linear, zeros), *cts.values())
-
-
-# == Associative scans =================================================================
-# `jax.lax.associative_scan`, whose function is associative because the user says so.
-#
-# JAX writes a recursion over slices of every second element, which does not say what it
-# computes. In a program that will be partitioned a scan is one equation instead: with
-# that recursion as its program, and beside it the function, of two single elements.
-#
-# JAX has no place where one could say so. But what users import, under whatever name,
-# is a wrapper around the function itself, which is replaced there, once. Elsewhere the
-# new one calls the old one.
-
-SCAN = primitives.SCAN
-
-
-def scan_as_one(
-    plain: Callable[..., Any], fn: Any, elems: Any, reverse: bool = False, axis: int = 0
-) -> Any:
-    """`plain`, which is JAX's function, as one equation."""
-    leaves, structure = jax.tree.flatten(elems)
-
-    def scanned(*xs: Any) -> Any:
-        return plain(fn, structure.unflatten(xs), reverse, axis)
-
-    def of_two(*xs: Any) -> list[Any]:
-        xs = tuple(jnp.expand_dims(x, dim) for x in xs)
-        out = fn(structure.unflatten(xs[:n]), structure.unflatten(xs[n:]))
-        return [x.squeeze(dim) for x in jax.tree.leaves(out)]
-
-    program: Any = jax.make_jaxpr(scanned)(*leaves)  # raises what JAX raises
-    n, dim = len(leaves), axis % jnp.ndim(leaves[0])
-    if program.effects or jnp.shape(leaves[0])[dim] < 2:
-        return plain(fn, elems, reverse, axis)
-    types = [
-        _of_shape(x, (*x.shape[:dim], *x.shape[dim + 1 :])) for x in program.out_avals
-    ]
-    pair: Any = jax.make_jaxpr(of_two)(*types, *types)
-    known = [*program.jaxpr.constvars, *pair.jaxpr.constvars]
-    out = _scan_primitive().bind(
-        *leaves,
-        *program.consts,
-        *pair.consts,
-        program=_with_arguments(program, known),
-        pair=_with_arguments(pair, known),
-        axes=(dim,) * n,
-        reverse=reverse,
-    )
-    return structure.unflatten(out)
-
-
-def _of_shape(x: Any, shape: tuple[int, ...]) -> Any:
-    """A type like `x`, which varies over devices as that does."""
-    if meshes.varying(x):
-        return x.update(shape=shape, weak_type=False)
-    return jax.ShapeDtypeStruct(shape, x.dtype)
-
-
-def _with_arguments(closed: Any, more: list[Any]) -> Any:
-    """A program with more arguments, the last ones, in place of its constants."""
-    jaxpr = jaxprs.closing_over(closed.jaxpr, [], [], [*closed.jaxpr.invars, *more])
-    return core.ClosedJaxpr(jaxpr, ())
-
-
-@functools.cache
-def _scan_primitive() -> core.Primitive:
-    def plain(program: Any, **_: Any) -> tuple[Any, int]:
-        return core.jaxpr_as_fun(program), len(program.in_avals)
-
-    def derived(xs: Any, moved: Any, dots: Any, *, program: Any, **_: Any) -> Any:
-        return equation.differentiated(core.jaxpr_as_fun(program), xs, moved, dots)
-
-    return equation.primitive(SCAN, equation.How(plain, _scan_batched, derived))
-
-
-def _scan_batched(axis: Any, xs: Any, dims: Any, **how: Any) -> list[Any]:
-    pair, axes, size = how["pair"], how["axes"], axis.size
-    fixed = [d is not None for d in dims[len(axes) :]]
-    # An element that all examples share stays so, unless others come into it.
-    mapped, new = list[bool](), [d is not None for d in dims[: len(axes)]]
-    while mapped != new:
-        mapped, ins = new, zip(pair.jaxpr.invars, [*new, *new, *fixed], strict=True)
-        found = jaxprs.following(pair.jaxpr, [x for x, m in ins if m])
-        outs = pair.jaxpr.outvars
-        new = [m or x in found for m, x in zip(mapped, outs, strict=True)]
-
-    def batched(closed: Any, moved: list[bool]) -> Any:
-        ins, outs = ([0 if m else None for m in of] for of in (moved, mapped))
-        fun = jax.vmap(core.jaxpr_as_fun(closed), ins, outs, axis_size=size)
-        types = [
-            _of_shape(x, (size, *x.shape) if m else x.shape)
-            for m, x in zip(moved, closed.in_avals, strict=True)
-        ]
-        return jax.make_jaxpr(fun)(*types)
-
-    def everywhere(x: Any) -> Any:
-        return jnp.broadcast_to(x, (size, *jnp.shape(x)))
-
-    pairs = zip(equation.in_front(xs, dims), dims, mapped + fixed, strict=True)
-    out = _scan_primitive().bind(
-        *(everywhere(x) if d is None and m else x for x, d, m in pairs),
-        program=batched(how["program"], [*mapped, *fixed]),
-        pair=batched(pair, [*mapped, *mapped, *fixed]),
-        axes=tuple(d + m for d, m in zip(axes, mapped, strict=True)),
-        reverse=how["reverse"],
-    )
-    return [x if m else everywhere(x) for x, m in zip(out, mapped, strict=True)]
-
-
-def _replace_scan(wrapper: Any) -> None:
-    """Replaces the function in a wrapper of JAX; nothing if it is no such wrapper."""
-    plain: Any = getattr(wrapper, "__wrapped__", None)
-
-    def scan(*args: Any, **kwargs: Any) -> Any:
-        if _is_read():
-            return scan_as_one(plain, *args, **kwargs)
-        return plain(*args, **kwargs)
-
-    cells = getattr(wrapper, "__closure__", None) or ()
-    for cell in cells if plain else ():
-        if cell.cell_contents is plain:
-            cell.cell_contents = scan
-
-
-_replace_scan(jax.lax.associative_scan)
 
 
 # == Closures ==========================================================================

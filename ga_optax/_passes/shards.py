@@ -22,11 +22,13 @@ import jax
 from jax.extend import core
 from jax.extend.mlir import ir as mlir_ir
 from jax.interpreters import mlir
+from jax.sharding import NamedSharding
 
 from .._devices import meshes
 from .._devices.meshes import Axes
-from . import about, equation, jaxprs, primitives
-from .about import Facts, left_alone
+from . import checkpoints, jaxprs, new_primitive, primitives
+from .facts import Facts
+from .places import left_alone
 
 
 class Shard(NamedTuple):
@@ -114,7 +116,7 @@ class _Reader(NamedTuple):
         if kind == "checkpoint":
             inside = self._replace(in_checkpoint=True)
             body = lambda *xs: _whole(inside.run(bodies[0], xs))  # noqa: E731
-            return jaxprs.checkpointed(e, body)(*values)
+            return checkpoints.checkpointed(e, body)(*values)
         if kind == "scan":
             how, inside = jaxprs.scan_of(e), self._replace(in_loop=True)
             consts, carry, slices = how.split(values)
@@ -126,7 +128,7 @@ class _Reader(NamedTuple):
 
         if bodies:
             name = e.primitive.name
-            about.left_alone(e, f"{name} gets an array that is gathered before")
+            left_alone(e, f"{name} gets an array that is gathered before")
         if e.effects or any(map(jaxprs.is_reference, e.invars)):
             return use(*values)
         values = values if self.in_loop else _after_other_operands(values)
@@ -217,8 +219,8 @@ def _gather() -> core.Primitive:
     def derived(xs: Any, _: Any, dots: Any, **how: Any) -> Any:
         return _gather().bind(*xs, **how), {0: gather(*dots, **how)[0]}
 
-    how = equation.How(plain, batched, derived, gather, types)
-    return equation.primitive(primitives.GATHER_PARTS, how)
+    how = new_primitive.How(plain, batched, derived, gather, types)
+    return new_primitive.primitive(primitives.GATHER_PARTS, how)
 
 
 # -- Chosen when a program is lowered --------------------------------------------------
@@ -282,7 +284,7 @@ def _either() -> core.Primitive:
 
     def derived(xs: Any, moved: Any, dots: Any, **how: Any) -> Any:
         fun = functools.partial(plain_one, **how)
-        return equation.differentiated(fun, xs, moved, dots)
+        return new_primitive.differentiated(fun, xs, moved, dots)
 
     def lowered(context: Any, *xs: Any, watched: Any, axes: Axes, **how: Any) -> Any:
         sizes = {i: jaxprs.numbers(context.avals_in[i].shape) for i in watched}
@@ -291,8 +293,8 @@ def _either() -> core.Primitive:
         fun = functools.partial(chosen, **how)
         return mlir.lower_fun(fun, multiple_results=True)(context, *xs)
 
-    how = equation.How(as_plain, batched, derived, plain_one, types)
-    new = equation.primitive("ga_optax_either", how)
+    how = new_primitive.How(as_plain, batched, derived, plain_one, types)
+    new = new_primitive.primitive("ga_optax_either", how)
     mlir.register_lowering(new, lowered, cacheable=False)  # else it sees no argument
     return new
 
@@ -301,7 +303,7 @@ def _is_split(x: Any, axes: Axes) -> bool:
     """True if axes of a mesh are known to split a value of a program in MLIR."""
     try:
         sharding = _sharding(x)
-    except Exception:  # Any: a future JAX may fail in ways unknown today.
+    except (AttributeError, LookupError, TypeError):  # Another JAX may lower otherwise.
         return False
     dims = sharding.split(">, [")[-1].split("], [")[-1].split("replicated")[0]
     return any(re.search(rf'"{name}"(?!=)', dims) for name in axes)
@@ -404,3 +406,15 @@ def _key_of_equation(equation: core.JaxprEqn) -> Any:
             left_alone(equation, f"{equation.primitive.name} does more than compute")
         return None
     return jaxprs.key_of(equation, lambda x: x)
+
+
+def constraint_on(
+    x: Any, result: core.Var, sharding: NamedSharding, at: core.JaxprEqn
+) -> core.JaxprEqn:
+    """An equation that constrains `x` to a sharding."""
+
+    def constrained(x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, sharding)
+
+    [equation] = jaxprs.traced(constrained, [x], result, at)
+    return equation

@@ -1,4 +1,4 @@
-"""`verify`: compares two gradients, asks for the cause of a difference, and reports.
+"""`verify`: compares two gradients, to name the cause of a difference.
 
     G  =  Σ wᵢ·gᵢ / Σ wᵢ   to rounding, or a `Cause` why not
 
@@ -26,9 +26,10 @@ from .._calls.options import Options
 from .._calls.separate import accumulate
 from .._checks import is_real, named_leaves
 from .._passes import jaxprs
-from .._text import ruled, unfold, wrap
+from .._text import ruled, unfold, warn_once, wrap
 from . import measured
-from .measured import Comparison, Proof, Trained, comparing, norm, prove
+from .measured import Comparison, Trained, comparing, norm
+from .proof import Proof, prove
 
 # == The report ========================================================================
 
@@ -257,7 +258,7 @@ def verify(
     key = () if rng is None else (rng,)
     k = _checks.check_num_microbatches(num_microbatches)
     params, batch = jax.tree.map(_placed, (params, batch))
-    axes = _axes(Options(fun, k, batch_axes=batch_axes).checked(), batch)
+    axes = _axes(Options(fun, k, batch_axes=batch_axes).checked(), params, batch)
     options: Any = {"rng_argnums": (2,) * len(key)}
     options["batch_axes"] = jax.tree.structure(batch).unflatten(axes)
     options["weight_fn"] = lambda batch, weight: weight
@@ -288,18 +289,25 @@ def _check(fun: Any, params: Any, batch: Any, rng: Any, weight_fn: Any) -> None:
         _checks.check_not_empty("rng", rng, "Pass jax.random.key(0), or leave it out.")
 
 
-def _axes(options: Options, batch: Any) -> list[int | None]:
+def _axes(options: Options, params: Any, batch: Any) -> list[int | None]:
     """The axis along which each leaf is split; None for a leaf without the rows."""
     call = Call(options, (None, batch), {}, {"batch_argnums": (1,)})
     call = call._replace(batch_axes=batches.axes_of(call, hint=True))
     rows, came, _ = batches.counted_rows(call, hint=True)
     k, choices = options.num_microbatches, _checks.divisors(rows)
+    if question := _checks.of_list(batch, k):
+        warn_once(
+            f"The batch should be a tree of arrays with an axis of rows.{question}"
+        )
     if k not in choices:
+        named = {"params": params, "batch": batch}
+        swapped = _checks.or_another(named, ["batch"], k, lambda _: "Then swap them.")
         raise ValueError(
-            f"num_microbatches={k} must divide the batch axis, but {came}. verify asks "
-            "about micro-batches of one size, each by itself, as accumulate and "
-            f"MultiSteps add them up: use {_checks.one_of(choices)}. value_and_grad "
-            "and microbatch take any number of rows, and give the undivided gradient."
+            f"num_microbatches={k} must divide the batch axis, but {came}.{swapped} "
+            "verify asks about micro-batches of one size, each by itself, as "
+            "accumulate and MultiSteps add them up: use "
+            f"{_checks.one_of(choices)}. value_and_grad and microbatch take any number "
+            "of rows, and give the undivided gradient."
         )
     return [
         None if axis is None or x.shape[axis] != rows else axis
@@ -327,6 +335,7 @@ def _placed(x: ArrayLike) -> jax.Array:
 # Half of float64's 52 binary digits. No algorithm that loses half of its digits would
 # train, and 2⁻²⁶ = 1.5e-8 is below the 6e-8 to which float32 rounds.
 _TOLERANCE = 2.0**-26
+
 # A leaf whose gradient is zero up to rounding (the bias before a normalisation) has no
 # correct digits. It must agree to three quarters of the digits of the whole gradient.
 _FLOOR = 2.0**-39
@@ -397,19 +406,19 @@ def answer(evidence: Evidence) -> Answer:
         detail = "In float64 all is finite, so a number is too large for the dtype."
         return Cause.NOT_FINITE, detail, ""
     if evidence.agrees:
-        detail = "" if exact.terms.any() else "Both are exactly zero."
-        return Cause.ROUNDING if exact.off.any() else Cause.EQUAL, detail, ""
+        return Cause.ROUNDING if exact.off.any() else Cause.EQUAL, "", ""
     half = float(jnp.finfo(evidence.low).eps) ** 0.5  # of the digits
     is_low = evidence.low != np.float64 and (exact.off <= half * exact.terms).all()
     if proof is None or is_low:
         return Cause.UNDETERMINED, "", ""
-    if proof.draws:
-        detail = """The loss draws random numbers for the whole batch at once, and
-            micro-batches draw others. A second cause may be hidden."""
-        return Cause.RANDOMNESS, detail, ""
     close = {"rel_tol": max(2.0**-12, evidence.tolerance), "abs_tol": 2.0**-30}
-    if not math.isclose(proof.loss(), exact.losses[0], **close):
-        return _another_loss(problem, proof)
+    if proof.draws or not math.isclose(proof.loss(), exact.losses[0], **close):
+        if proof.promised and not proof.draws:
+            return _broken(problem, proof)
+        detail = """The loss draws random numbers for the whole batch at once, or new
+            ones each time it is traced, and micro-batches draw others. A second cause
+            may be hidden."""
+        return Cause.RANDOMNESS, detail, ""
     if evidence.fitting is not None:
         return _fits(evidence, *evidence.fitting)
     if not proof.in_counts and (axes := _other_axes(problem)) is not None:
@@ -419,9 +428,11 @@ def answer(evidence: Evidence) -> Answer:
     if proof.has_place and proof.in_counts:
         detail = "The loss weighs examples by their position in the batch."
         return Cause.RANDOMNESS, detail, ""
+    if proof.meetings and proof.in_counts:
+        return _several_denominators(problem, proof)
     if proof.meetings:
         detail = f"The lines where rows meet: {'; '.join(proof.meetings)}."
-        return Cause.CROSS_EXAMPLE, detail, ""
+        return Cause.CROSS_EXAMPLE, detail, _OF_ROWS
     detail = "The loss is a sum of rows plus a term that is no sum, such as a penalty."
     return (Cause.SCALE, detail, "") if proof.has_rows else (Cause.UNDETERMINED, "", "")
 
@@ -437,12 +448,8 @@ def _not_finite(problem: measured.Problem, sizes: np.ndarray) -> Answer:
     return Cause.NOT_FINITE, f"The first is in {where}, {names[j]}: {sizes[i][j]}.", ""
 
 
-def _another_loss(problem: measured.Problem, proof: Proof) -> Answer:
-    """A broken promise, with lines; or a loss that differs each time it is traced."""
-    if not proof.promised:
-        detail = """Traced a second time, the loss was another number. It draws random
-            numbers that are not those of JAX, from numpy.random for example."""
-        return Cause.RANDOMNESS, detail, ""
+def _broken(problem: measured.Problem, proof: Proof) -> Answer:
+    """A promise that does not hold, with lines."""
     plain = prove(problem, promises=False)
     lines = [x for x in plain.meetings if x not in proof.meetings] if plain else []
     detail = f"""With the rows of a micro-batch it gives another result, in
@@ -473,6 +480,20 @@ def _fits(evidence: Evidence, weights: np.ndarray, c: float) -> Answer:
         fix += " Divide the loss by no other size or number of parts."
     cause = Cause.SCALE if right or (equal and c != 1) else Cause.WEIGHTS
     return cause, " ".join(details), fix
+
+
+def _several_denominators(problem: measured.Problem, proof: Proof) -> Answer:
+    """A loss of terms that are divided by different numbers, none with parameters."""
+    named: dict[str, str] = {}
+    for counts in proof.values(proof.counts):
+        ratio = " : ".join(f"{x:.6g}" for x in counts)
+        code = _code_that_counts(problem, counts / (counts.sum() or 1.0))
+        named[ratio] = f"{code or 'a number'} ({ratio} in the micro-batches)"
+    others = ["the number of rows, or by none"] * (len(named) == 1)
+    detail = f"""One weight cannot count for all terms of the loss, which are divided by
+        different numbers: {" and ".join([*named.values(), *others])}. Where:
+        {"; ".join(proof.meetings)}."""
+    return Cause.CROSS_EXAMPLE, detail, _OF_TERMS
 
 
 def _code_that_counts(problem: measured.Problem, share: np.ndarray) -> str | None:
@@ -516,6 +537,15 @@ def _other_axes(problem: measured.Problem) -> Any:
     return axes[0] if len({*axes}) == 1 else jax.tree.unflatten(structure, axes)
 
 
+_OF_ROWS = """Use statistics of one row, as layer normalisation does; train on the mean
+    itself, without a root or logarithm of it; put rows that belong together into one
+    row, [batch, time, ...]; give a row that does not count weight 0; put
+    ga_optax.rowwise around code that JAX cannot see into, if its rows do not need each
+    other."""
+
+_OF_TERMS = """Divide all terms by one of these numbers; or accumulate each term into an
+    accumulator of its own, with its denominator as the weight_fn, and add the means."""
+
 # The advice for each cause. {} is filled in.
 _FIXES = {
     Cause.EQUAL: """Nothing. A factor in both gradients does not show, such as a
@@ -527,11 +557,7 @@ _FIXES = {
     Cause.WEIGHTS: "{}",
     Cause.AXIS: """Pass batch_axes={} to ga_optax.accumulate, or swap the two axes. Then
         run verify again: the weights may be wrong, too.""",
-    Cause.CROSS_EXAMPLE: """No weight_fn can fix it. Use statistics of one row, as layer
-        normalisation does; train on the mean itself, without a root or logarithm of it;
-        put rows that belong together into one row, [batch, time, ...]; give a row that
-        does not count weight 0; put ga_optax.rowwise around code that JAX cannot see
-        into, if its rows do not need each other.""",
+    Cause.CROSS_EXAMPLE: "No weight_fn can fix it. {}",
     Cause.PROMISE: "Take ga_optax.rowwise off it, or compute sums of rows outside.",
     Cause.RANDOMNESS: """Dropout may train as it is. To compare, switch it off, or put a
         key of each example into the batch, jax.random.split(key, batch_size), and draw
@@ -544,7 +570,9 @@ _FIXES = {
     Cause.UNDETERMINED: """Look for what the loss does otherwise for a batch of another
         size, such as an `if`; and put plain JAX in place of code for one dtype.""",
 }
+
 _FIXES[Cause.ROUNDING] = _FIXES[Cause.EQUAL]
+
 # The causes of which the undivided batch is no way out.
 _ALONE = (Cause.EQUAL, Cause.ROUNDING, Cause.PROMISE, Cause.NOT_FINITE)
 

@@ -17,10 +17,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from .._devices import collectives
-from .._passes import about, feedback, jaxprs, primitives
+from .._partition.held import MEETS
+from .._passes import checkpoints, effects, feedback, jaxprs, primitives
 from .._passes.jaxprs import bind, is_variable, variables
-from . import schedule
-from .schedule import is_collective
+from .._passes.places import better_placed
+from . import costs, cuts
+from .meetings import is_collective
 
 # == One list of equations =============================================================
 
@@ -67,6 +69,19 @@ def flat(jaxpr: core.Jaxpr, args: Sequence[Any], opening: Opening) -> jaxprs.Pro
     return jaxprs.Program(closed.jaxpr, closed.consts)
 
 
+def summed(jaxpr: core.Jaxpr, folds: Sequence[str]) -> tuple[core.Jaxpr, list[str]]:
+    """The program in which results that are sums are added up at their own level."""
+    eqns, outs, folds = list(jaxpr.eqns), list(jaxpr.outvars), list(folds)
+    for i, x in enumerate(outs):
+        if i and folds[i] == "sum" and jaxprs.is_variable(x):
+            marked = functools.partial(checkpoint_name, name=f"{MEETS}psum")
+            [e] = jax.make_jaxpr(marked)(x.aval).jaxpr.eqns
+            total = core.Var(x.aval)
+            outs[i], folds[i] = total, "last"
+            eqns.append(e.replace(invars=[x], outvars=[total]))
+    return jaxpr.replace(eqns=eqns, outvars=outs), folds
+
+
 def _opened(
     program: jaxprs.Program, args: Sequence[Any], opening: Opening, around: Any = None
 ) -> list[Any]:
@@ -76,8 +91,8 @@ def _opened(
     """
 
     def rule(equation: core.JaxprEqn, values: list[Any]) -> Sequence[Any] | None:
-        placed = about.better_placed(equation, around)
-        if jaxprs.kind(equation) == "call" and not about.is_reference_group(equation):
+        placed = better_placed(equation, around)
+        if jaxprs.kind(equation) == "call":
             [inner] = jaxprs.inner(equation)
             return _opened(inner, values, opening, placed.source_info)
         if mentions(equation, opening.axis):
@@ -86,7 +101,6 @@ def _opened(
             return None
         return bind(program.jaxpr, [placed], placed.invars, placed.outvars, values)
 
-    program = program._replace(jaxpr=about.references_grouped(program.jaxpr))
     return jaxprs.evaluate(program, args, rule)
 
 
@@ -119,7 +133,7 @@ def _checkpointed(
         piece: list[core.JaxprEqn], reads: list[Any], outs: list[Any]
     ) -> Any:
         body = functools.partial(bind, program, piece, reads, outs)
-        return body if meets(piece[0]) else jaxprs.checkpointed(equation, body)
+        return body if meets(piece[0]) else checkpoints.checkpointed(equation, body)
 
     pairs = itertools.groupby(sorted_apart(program.eqns, meets), meets)
     pieces = [list(group) for _, group in pairs]
@@ -173,6 +187,21 @@ def _cannot_open(equation: core.JaxprEqn, axis: str) -> str:
         f"Rows must not meet inside of {equation.primitive.name}, but there is a "
         f"{name} in it."
     )
+
+
+def copied(jaxpr: core.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
+    """The results of a program, whose equations are copied once all is `opened`.
+
+    JAX runs them if something acts, or if arguments have types of another place.
+    """
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    if jaxpr.effects or any(x.aval != jax.typeof(y) for x, y in known.items()):
+        return jax.core.eval_jaxpr(jaxpr, consts, *args)
+    # In the order in which they are used, in which JAX would find them.
+    used = [x for e in jaxpr.eqns for x in jaxprs.variables(e.invars)]
+    names = [x for x in dict.fromkeys([*used, *known]) if x in known]
+    jaxpr = jaxprs.closing_over(jaxpr, [], [], names)
+    return jaxprs.inserted(jaxpr, [known[x] for x in names])
 
 
 # == Split scans =======================================================================
@@ -238,7 +267,7 @@ class SplitScan:
         self.part_of: dict[int, int] = {}
         self._find_parts(feedback.graph(scan, lambda e: False, start))
         # A rule must see the cotangents of its iteration, and not the sum of all.
-        rules = [x for e in self.program.eqns if about.has_rule(e) for x in e.outvars]
+        rules = [x for e in self.program.eqns if effects.has_rule(e) for x in e.outvars]
         self.varying = jaxprs.following(self.program, [*carry, *slices, *rules])
 
     def _find_parts(self, graph: feedback.Graph) -> None:
@@ -350,7 +379,7 @@ class SplitScan:
             if _checkpoint_options(group[0]) is not None:
                 inside = [e for one in group for e in _inside(one)]
                 body = functools.partial(bind, self.program, inside, reads, outs)
-                return jaxprs.checkpointed(group[0], body)
+                return checkpoints.checkpointed(group[0], body)
             if self.is_mark(group[0]) and not marks:
                 return lambda values: values
             return functools.partial(bind, self.program, group, reads, outs)
@@ -381,12 +410,10 @@ class SplitScan:
                 reads += e.invars
 
         def size(x: Any) -> float:
-            return 0.0 if x in first else 1.0 + schedule.bytes_of(x)
+            return 0.0 if x in first else 1.0 + costs.bytes_of(x)
 
         equations, sources = self._equations_and_sources(part)
-        others = schedule.smallest_cut(
-            equations, sources, self._new_at(part, reads), size
-        )
+        others = cuts.smallest_cut(equations, sources, self._new_at(part, reads), size)
         return list(first | dict.fromkeys(others))
 
     def _new_at(self, part: int, atoms: Sequence[Any]) -> dict[Any, None]:
@@ -446,7 +473,8 @@ def sorted_apart(
     """Equations in an order in which few that stand alone part the others.
 
     What grows from what is known, such as zeros or the mask of an attention, stands
-    with each group that reads it: then its result need not be stored.
+    with each group that reads it: then its result need not be stored. Nor need that of
+    a product, such as scores that wait for a mask, which stands with its first reader.
     """
     equations, level = list(equations), {}
     first: dict[int, _Place] = {}
@@ -456,6 +484,7 @@ def sorted_apart(
         level |= dict.fromkeys(e.outvars, place)
         first[id(e)] = place, not alone
     cheap, growing = _growing(equations, is_alone)
+    late = _late(equations, is_alone)
     # The groups that read each value, and those of them that compute it anew.
     readers, anew = collections.defaultdict(set), collections.defaultdict(set)
     places: dict[int, set[_Place]] = {}
@@ -466,8 +495,11 @@ def sorted_apart(
         )
         if id(e) in growing:
             mine = again = reads or mine
-        elif id(e) in cheap:
-            mine = again | (mine if reads - again or not reads else set())
+        else:
+            if id(e) in late and reads and not mine & reads:
+                mine = {min(reads)}
+            if id(e) in cheap:
+                mine = again | (mine if reads - again or not reads else set())
         for x in variables(e.invars):
             # One that stands alone reads results of the group before it.
             readers[x] |= {(n - (not in_group), True) for n, in_group in mine}
@@ -475,6 +507,25 @@ def sorted_apart(
         places[id(e)] = mine
     pairs = ((place, e) for e in equations for place in places[id(e)])
     return [e for _, e in sorted(pairs, key=lambda pair: pair[0])]
+
+
+def _late(equations: Iterable[core.JaxprEqn], is_alone: feedback.Test) -> set[int]:
+    """The equations, by id, that need not run before their first reader.
+
+    They take more bytes than what they are computed of, as the scores of an attention,
+    or are computed of such scores.
+    """
+    late, wide = set(), set()
+    for e in equations:
+        if e.effects or is_alone(e):
+            continue
+        reads = variables(e.invars)
+        read, computed = (sum(map(costs.bytes_of, x)) for x in (reads, e.outvars))
+        kept = sum(costs.bytes_of(x) for x in reads if x not in wide)
+        if read < computed or kept < read <= computed:
+            late.add(id(e))
+            wide.update(e.outvars)
+    return late
 
 
 def _growing(
@@ -493,7 +544,7 @@ def _growing(
         reads = set().union(*(known.get(x, {x}) for x in variables(e.invars)))
         known |= dict.fromkeys(e.outvars, reads)
         cheap.add(id(e))
-        read, computed = (sum(map(schedule.bytes_of, x)) for x in (reads, e.outvars))
+        read, computed = (sum(map(costs.bytes_of, x)) for x in (reads, e.outvars))
         if read < computed:
             growing.add(id(e))
     return cheap, growing

@@ -1,4 +1,4 @@
-"""A level of a window, there and back.
+"""A level of a window: forward, then back.
 
     buffers     += level of buffers          one loop over the micro-batches
     cotangents  += level of its cotangents   one loop, on the way back
@@ -18,8 +18,8 @@ from jax.extend import core
 from .. import accumulator
 from .._checks import is_on_host
 from .._devices import collectives, meshes
-from .._devices.collectives import vary, zeros
-from .._loop import micro_step
+from .._loop import in_place, micro_step
+from .._loop.folds import FOLDS, Weighting
 from .._loop.loop import (
     Addition,
     Loop,
@@ -28,19 +28,23 @@ from .._loop.loop import (
     stacked_addition,
     with_passes,
 )
-from .._loop.micro_step import FOLDS, LossProgram, Operands, Weighting
-from .._passes import about, jaxprs, products
-from .._passes.about import Facts
-from .._passes.jaxprs import is_inexact
-from .._passes.table import arrival
-from ..accumulator import Accumulator
-from .flat import Opening, flat
+from .._loop.micro_step import LossProgram, Operands
+from .._passes import effects, jaxprs
+from .._passes.facts import Facts
+from .._passes.pullback import Known
+from .._passes.shared import arrival
+from .flat import Opening, copied, flat, summed
+from .kept import written_over
+from .meetings import part_of
+from .pieces import in_pieces
 from .room import checkpoints_parted
-from .schedule import Level, Stage, dtype_of_sum, part_of, schedule_of, traits_of
+from .schedule import Level, schedule_of, traits_of
+from .stages import Stage
 
 # == Evaluation ========================================================================
 
 Arrays = list[jax.Array]
+
 Buffers = dict[int, Any]  # by number; the latest come last
 
 
@@ -58,12 +62,14 @@ class MeetingLoss(NamedTuple):
       axis: the axis that the collectives name.
       size: how many micro-batches there are, on all devices.
       whole: the program of all rows, if that may run in its place.
+      how: the fields of a `Divided`, for what micro-batches share; None for no pieces.
     """
 
     program: LossProgram
     axis: str
     size: int
     whole: core.Jaxpr | None = None
+    how: dict[str, Any] | None = None
 
 
 class Evaluation:
@@ -87,6 +93,8 @@ class Evaluation:
       functions: one program for levels that compute the same, such as equal layers.
       types: the type of each micro-batch's value in a stack, by the type of the stack.
       known: what JAX wrote for kinds of equations on the way back.
+      written: the program of the window, and the tree of its results, if it was traced
+        to count its bytes.
     """
 
     def __init__(
@@ -105,7 +113,8 @@ class Evaluation:
         self.rows: list[int] = []
         self.functions: dict[Any, Any] = {}
         self.types: dict[Any, Any] = {}
-        self.known = products.Known()
+        self.known = Known()
+        self.written: tuple[Any, Any] | None = None
 
         consts, rows = operands.consts, [x[0] for x in self.xs]
         groups = [*consts, *operands.params, *rows]
@@ -115,13 +124,21 @@ class Evaluation:
             [next(variables) for _ in group]
             for group in (consts, operands.params, rows)
         )
+        folds = loss.program.folds
+        if isinstance(jaxpr.outvars[0], core.Literal):
+            jaxpr, folds = summed(jaxpr, folds)
+        self.folds = folds
         jaxpr = checkpoints_parted(jaxpr, loss.axis, self.of_rows)
         of_consts = [*jaxpr.constvars, *of_consts]
         self.constants = dict(zip(of_consts, [*more, *consts], strict=True))
         smooth = [*self.of_params, *self.of_rows[: operands.rows]]
         traits = traits_of(jaxpr, loss.axis, smooth, self.of_rows)
+        if loss.how is not None:
+            before, jaxpr = jaxpr, in_pieces(jaxpr, loss.axis, traits, loss.how)
+            if jaxpr is not before:
+                traits = traits_of(jaxpr, loss.axis, smooth, self.of_rows)
         # Of these results one is enough: no loop computes one that is shared.
-        pairs = enumerate(loss.program.folds)
+        pairs = enumerate(folds)
         last = [i for i, fold in pairs if i and fold == "last"]
         num_values = {"residual": len(self.operands.indices), "stack": loss.size}
         self.schedule = schedule_of(jaxpr, loss.axis, traits, last, num_values)
@@ -215,7 +232,7 @@ class Evaluation:
         start. So this stack, one of a `number`, begins with a number of the latest.
         """
         stack = jnp.broadcast_to(like, (len(self.operands.indices), *like.shape))
-        stack = vary(stack, self.varying)
+        stack = collectives.vary(stack, self.varying)
         latest = next(filter(_has_numbers, reversed(late.values())), None)
         if latest is None or 0 in stack.shape or not _has_numbers(stack):
             return stack
@@ -225,25 +242,10 @@ class Evaluation:
         return jax.lax.dynamic_update_slice(stack, block, (0,) * stack.ndim)
 
 
-def copied(jaxpr: core.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
-    """The results of a program, whose equations are copied once all is `opened`.
-
-    JAX runs them if something acts, or if arguments have types of another place.
-    """
-    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-    if jaxpr.effects or any(x.aval != jax.typeof(y) for x, y in known.items()):
-        return jax.core.eval_jaxpr(jaxpr, consts, *args)
-    # In the order in which they are used, in which JAX would find them.
-    used = [x for e in jaxpr.eqns for x in jaxprs.variables(e.invars)]
-    names = [x for x in dict.fromkeys([*used, *known]) if x in known]
-    jaxpr = jaxprs.closing_over(jaxpr, [], [], names)
-    return jaxprs.inserted(jaxpr, [known[x] for x in names])
-
-
 def _has_numbers(x: jax.Array) -> bool:
     """True if one number of an array can be read, without communication."""
     is_here = not is_on_host(x) and not any(meshes.spec_of_type(x))
-    return bool(is_inexact(x) and x.size and is_here)
+    return bool(jaxprs.is_inexact(x) and x.size and is_here)
 
 
 def placed(stack: jax.Array, x: jax.Array, index: jax.Array) -> jax.Array:
@@ -254,7 +256,7 @@ def placed(stack: jax.Array, x: jax.Array, index: jax.Array) -> jax.Array:
 
 def wide(x: jax.Array) -> jax.Array:
     """`x` in the dtype of its sums."""
-    return x.astype(dtype_of_sum(x.dtype))
+    return x.astype(accumulator.sum_dtype(x.dtype))
 
 
 # == Forward ===========================================================================
@@ -265,9 +267,10 @@ def fill(values: Evaluation, level: Level, buffers: Buffers) -> Buffers:
     schedule = values.schedule
     if not level.in_loop:
         return fill_shared(values, level, buffers)
-    new = filled(values, schedule.filled_at(level), level, buffers)
+    members, drops = schedule.filled_at(level), schedule.drops.get(level.number, ())
+    new = filled(values, members, level, buffers)
     buffers = buffers | over_devices(values, new, _ACROSS)
-    return buffers_without(buffers, schedule.drops.get(level.number, ()))
+    return buffers_without(buffers, drops)
 
 
 def fill_shared(values: Evaluation, level: Level, buffers: Buffers) -> Buffers:
@@ -315,7 +318,8 @@ def filled(
 ) -> Buffers:
     """The buffers that one loop fills from other buffers.
 
-    New stacks wait for `late`, by default for these buffers.
+    New stacks wait for `late`, by default for these buffers; or they are written over
+    others that are dropped now.
     """
     some = [values.schedule.buffers[j] for j in members]
     operands = [b.operand for b in some]
@@ -324,7 +328,7 @@ def filled(
     start: dict[int, Any] = {
         i: folds[i].init(x.aval, values.varying)
         if i in folds
-        else values.stack(zeros(x.aval), late, i)
+        else values.stack(collectives.zeros(x.aval), late, i)
         for i, x in enumerate(operands)
         if not jnp.issubdtype(x.aval.dtype, jax.dtypes.extended)
     }
@@ -333,10 +337,16 @@ def filled(
         return values.evaluate(operands, level, buffers, x)
 
     closed = values.traced(micro_batch, values.xs)
+    moved: dict[int, int] = {}
+    for i, old in written_over(values.schedule, members, level, buffers).items():
+        start[i] = buffers[old]
+        moved |= {n: i for n, x in enumerate(closed.consts) if x is buffers[old]}
 
     def scanned(start: Any, xs: Arrays, consts: Arrays) -> Any:
         def step(carry: Any, x: Arrays) -> tuple[Any, Any]:
-            out = jaxprs.results(jaxprs.Program(closed.jaxpr, consts), x)
+            rest, numbers = iter(consts), range(len(closed.consts))
+            given = [carry[moved[n]] if n in moved else next(rest) for n in numbers]
+            out = jaxprs.results(jaxprs.Program(closed.jaxpr, given), x)
             new = {
                 i: folds[i].step(old, out[i], Weighting())
                 if i in folds
@@ -345,12 +355,13 @@ def filled(
             }
             return new, {i: x for i, x in enumerate(out) if i not in carry}
 
-        last, keys = jax.lax.scan(step, start, xs)
+        last, keys = micro_step.scan()(step, start, xs)
         return last | {i: folds[i].finish(last[i], None) for i in folds} | keys
 
     with jax.named_scope("forward"):
-        key = jaxprs.form(closed.jaxpr), tuple(b.kind for b in some)
-        new = values.run(key, scanned, start, values.xs, closed.consts)
+        key = jaxprs.form(closed.jaxpr), tuple(b.kind for b in some), (*moved.items(),)
+        consts = [x for n, x in enumerate(closed.consts) if n not in moved]
+        new = values.run(key, scanned, start, values.xs, consts)
     return {j: new[i] for i, j in enumerate(members)}
 
 
@@ -363,7 +374,7 @@ def over_devices(values: Evaluation, new: Buffers, kinds: Iterable[str]) -> Buff
         new |= zip(group, whole, strict=True)
     dtypes: dict[int, Any] = {j: buffers[j].operand.aval.dtype for j in new}
     return {
-        j: vary(x if x.dtype == dtypes[j] else x.astype(dtypes[j]), axes)
+        j: collectives.vary(x if x.dtype == dtypes[j] else x.astype(dtypes[j]), axes)
         for j, x in new.items()
     }
 
@@ -386,6 +397,7 @@ _ACROSS: dict[str, Any] = {
 # the cotangents of the buffers that the loop reads.
 
 Wanted = Sequence[tuple[Any, str]]  # variables, and their folds
+
 Cotangents = dict[int, jax.Array]  # by number of the buffer; the latest come last
 
 
@@ -431,7 +443,7 @@ def shared_back(
     schedule = values.schedule
     # A rule may be nonlinear: then it has to see the cotangent of all devices.
     every = schedule.operands(level)
-    has_rule = any(map(about.has_rule, schedule.needed(every, level)[0]))
+    has_rule = any(map(effects.has_rule, schedule.needed(every, level)[0]))
     way, cotangents = _way(values, level, cotangents, across=has_rule)
     if not way.cotangents:
         return cotangents
@@ -519,7 +531,7 @@ def cotangent_so_far(
     if j in cotangents:
         return cotangents[j]
     # Sums start at -0, which changes no bit.
-    return vary(-wide(jnp.zeros_like(buffers[j])), values.axes)
+    return collectives.vary(-wide(jnp.zeros_like(buffers[j])), values.axes)
 
 
 # -- Loops -----------------------------------------------------------------------------
@@ -540,7 +552,7 @@ def _looped(
     # The totals are those of this window.
     weight, count = jnp.zeros_like(values.operands.acc.weight), jnp.ones([], jnp.int32)
     totals = [cotangent_so_far(values, j, buffers, cotangents) for j in shared]
-    acc = Accumulator(totals, weight, count)
+    acc = accumulator.Accumulator(totals, weight, count)
     operands = Operands(closed.consts, params, jax.tree.leaves(batch), [], [], acc)
     adds = _chosen_additions(values, program, operands, shared)
     types = map(values.type_of_one, batch[0])
@@ -612,10 +624,10 @@ def _chosen_additions(
 ) -> list[Addition]:
     """One addition for the gradient of each shared buffer."""
     off = "" if program.optimize else "optimize=False"
-    whys = micro_step.reasons_not_in_place(off, program, operands, {})
+    whys = in_place.reasons_not_in_place(off, program, operands, {})
     names = dict(zip(values.params, values.devices.names, strict=True))
     names = [names[j] for j in shared if j in names]  # parameters come first
-    micro_step.log_in_place(names, whys[: len(names)])
+    in_place.log_in_place(names, whys[: len(names)])
     return choose_additions(program, operands.acc.total, whys, {})
 
 
@@ -637,7 +649,7 @@ def _stacks(
     moved: dict[int, int] = {}
     for n, (j, stack) in enumerate(given.items()):
         if stack is None:
-            like = wide(zeros(values.type_of_one(buffers[j])))
+            like = wide(collectives.zeros(values.type_of_one(buffers[j])))
             type_ = jax.typeof(values.stack(like, {}))
             unused = (i for i in range(len(parts)) if i not in moved)
             part = next((i for i in unused if jax.typeof(parts[i]) == type_), None)

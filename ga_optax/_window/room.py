@@ -28,14 +28,11 @@ from jax.extend import core
 
 from .._passes import jaxprs
 from .._passes.jaxprs import following, is_mark, variables
-from .schedule import (
-    Level,
-    Schedule,
-    bytes_of,
-    bytes_of_residuals,
-    is_collective,
-    smallest_cut,
-)
+from .costs import bytes_of, bytes_of_residuals
+from .cuts import smallest_cut
+from .kept import bytes_alive
+from .meetings import is_collective
+from .schedule import Level, Schedule
 
 # == Room ==============================================================================
 # The residuals that stay, and for how long, in the bytes that there are.
@@ -229,6 +226,10 @@ def largest_step(schedule: Schedule) -> int:
         smooth = [x for x in reads if schedule.trait(x).smooth]
         grads = sum(bytes_of(x) for x in smooth if x in schedule.arguments)
         steps.append(bytes_of_residuals(equations, smooth, reads) + grads)
+    for level in range(1, schedule.end + 1) if schedule.kept is not None else ():
+        roots = schedule.roots(level)
+        equations, _ = schedule.needed(roots, Level(level))
+        steps.append(bytes_alive(equations, roots))
     return max(steps)
 
 
@@ -368,7 +369,9 @@ def _runs(
 # long.
 
 _LONGEST = 32  # cheap equations in a row that run again behind a residual
+
 _FORWARD = 2  # runs that every equation has, with residuals too
+
 _EARLIER = 1 / 2  # the price of a residual that is stored already
 
 

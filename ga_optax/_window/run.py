@@ -1,54 +1,37 @@
-"""A window, run and reported: a chain of levels, the loss, and the way back.
+"""A window, run: a chain of levels, the loss, the way back.
 
     forward, level by level  ->  the loss  ->  backward, last level first
 
-Stages are the one list that runs, that reports count, and that `batch_dependencies`
-prints.
+Buffers and cotangents are dictionaries by the number of the buffer, which levels take
+and return. A layer of batch normalization, `standard(x @ w)`, has two levels: one
+adds up a mean, one a variance, which needs the mean. On the way back the level of the
+variance takes the cotangent of the variance to `w` and to the mean, and the level of
+the mean takes that to `w`.
 """
 
-import logging
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+import copy
+import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from .._devices import collectives
 from .._devices.meshes import DeviceContext
+from .._loop.folds import of_last_device
 from .._loop.loop import Outcome, all_reduced, run_loop
-from .._loop.micro_step import LossProgram, Operands, of_last_device
-from .._passes import about, jaxprs
-from .._text import columns, warn_once
-from . import levels
+from .._loop.micro_step import Operands
+from .._passes import alive, jaxprs
+from .._passes.effects import IndivisibleError
+from . import kept, levels
+from .costs import bytes_of, bytes_of_step
 from .levels import Arrays, Buffers, Evaluation, MeetingLoss, Wanted
-from .room import LITTLE, has_room, largest_step, planned, share
-from .schedule import (
-    Level,
-    Runs,
-    Schedule,
-    Traits,
-    bytes_of,
-    bytes_of_step,
-    is_collective,
-    most_runs,
-    runs_of_equations,
-    stages,
-    traits_of,
-)
-
-# == The chain of levels ===============================================================
-# Runs a window, a chain of levels: forward, the loss, and back.
-#
-#   buffers     = parameters, rows              filled from the start
-#   buffers    += level n of buffers            one loop over the micro-batches each
-#   cotangents  = the loop of the loss          with the gradients of all that it reads
-#   cotangents += level n of its cotangents     one loop each, last level first
-#
-# Buffers and cotangents are dictionaries by the number of the buffer, which levels take
-# and return. A layer of batch normalization, `standard(x @ w)`, has two levels: one
-# adds up a mean, one a variance, which needs the mean. On the way back the level of the
-# variance takes the cotangent of the variance to `w` and to the mean, and the level of
-# the mean takes that to `w`.
+from .report import peak_of
+from .room import LITTLE, has_room, planned, share
+from .schedule import Level, Schedule
+from .stages import stages
 
 
 def plan_window(
@@ -59,14 +42,80 @@ def plan_window(
 ) -> Evaluation:
     """The plan of a window. Nothing is computed but values of no argument.
 
-    Raises if the undivided batch takes less memory, and may run.
+    Of plans with less and less room it is the first that takes less memory than the
+    undivided batch. Raises if there is none, and the undivided batch may run.
     """
     values = Evaluation(loss, operands, devices, residual_bytes)
-    values.schedule = _planned(values)
-    if loss.whole is not None:
-        smooth = loss.whole.invars[: len(operands.params) + operands.rows]
-        _check_takes_less(values.schedule, loss.whole, smooth)
-    return values
+    bare = values.schedule
+    values.schedule = full = _planned(values, bare, residual_bytes)
+    jaxpr, ours = loss.whole, peak_of(full)
+    if jaxpr is None or ours <= LITTLE:
+        return values
+    smooth = jaxpr.invars[: len(operands.params) + operands.rows]
+    # At top level the compiler distributes the rows of the undivided batch.
+    devices_of_all = loss.size // len(operands.indices)
+    about_whole = bytes_of_step(jaxprs.live(jaxpr), smooth) // devices_of_all
+    if _CLEAR * ours <= about_whole:
+        return values
+    whole = alive.most_alive(_differentiated(jaxpr, smooth)) // devices_of_all
+    if _CLEAR * ours <= whole:
+        return values
+    taken: dict[int, int] = {}  # by the bytes of residuals at a time
+    for room in _rooms(full.peak):
+        values.schedule = full if room is None else _planned(values, bare, room)
+        if (peak := values.schedule.peak) in taken:
+            continue
+        values.written = _written(values)
+        taken[peak] = alive.most_alive(jaxprs.live(values.written[0].jaxpr))
+        if _takes_less(taken[peak], whole):
+            return values
+    raise TakesMoreError(
+        f"the undivided batch takes less: about {whole:,} bytes, and the "
+        f"micro-batches, whose rows meet, {min(taken.values()):,} of a device, counted "
+        "from the programs of both."
+    )
+
+
+_CLEAR = 4  # times less, by what is stored, that need no count of programs
+
+
+def _rooms(peak: int) -> tuple[int | None, ...]:
+    """The bytes of residuals that plans get, one after the other; None by default."""
+    return None, peak // 2, peak // 8, 0
+
+
+def _takes_less(ours: int, whole: int) -> bool:
+    """True if micro-batches take less memory than the undivided batch.
+
+    Of two that take as much the undivided batch is better, with fewer products.
+    """
+    return ours <= 0.95 * whole
+
+
+def _differentiated(jaxpr: core.Jaxpr, smooth: Sequence[Any]) -> core.Jaxpr:
+    """The program of the loss of all rows, and of its gradient."""
+    names = [*jaxpr.constvars, *jaxpr.invars]
+    places = [i for i, x in enumerate(names) if jaxprs.is_among(x, smooth)]
+
+    def both(*xs: Any) -> list[Any]:
+        def loss(*some: Any) -> tuple[Any, list[Any]]:
+            given, first = jaxprs.put(xs, places, some), len(jaxpr.constvars)
+            out = jax.core.eval_jaxpr(jaxpr, given[:first], *given[first:])
+            return out[0], out[1:]
+
+        value, pull, rest = jax.vjp(loss, *(xs[i] for i in places), has_aux=True)
+        return [value, *rest, *pull(collectives.one_like(value))]
+
+    return jaxprs.live(jaxprs.program_of(both, *(x.aval for x in names)).jaxpr)
+
+
+def _written(values: Evaluation) -> tuple[Any, Any]:
+    """The program of a window, and the tree of its results."""
+    trial = copy.copy(values)
+    trial.schedule, trial.functions = values.schedule.copy(), {}
+    run = functools.partial(_run, trial)
+    closed, out = jax.make_jaxpr(run, return_shape=True)()
+    return closed, jax.tree.structure(out)
 
 
 def is_small(values: Evaluation) -> bool:
@@ -80,10 +129,15 @@ def is_small(values: Evaluation) -> bool:
 
 
 def run_window(values: Evaluation) -> Outcome:
-    """The results of a window, the loss first, and the sums of the gradients.
+    """The results of a window, the loss first, and the sums of the gradients."""
+    if values.written is None:
+        return _run(values)
+    closed, tree = values.written
+    return jax.tree.unflatten(tree, jaxprs.results(closed, ()))
 
-    It runs the `stages` that reports show, but what comes after all of them.
-    """
+
+def _run(values: Evaluation) -> Outcome:
+    """It runs the `stages` that reports show, but what comes after all of them."""
     schedule, operands, axes = values.schedule, values.operands, values.axes
     # What the loop of the loss fills, results read that have no derivative.
     earlier = [b for b in schedule.buffers if b.level < Level(schedule.end)]
@@ -117,9 +171,9 @@ def run_window(values: Evaluation) -> Outcome:
     return Outcome(results, [], state.acc._replace(count=count), of_rows)
 
 
-def _planned(values: Evaluation) -> Schedule:
-    """The schedule with residuals, and with shared values."""
-    schedule, jaxpr = values.schedule, values.program.jaxpr
+def _planned(values: Evaluation, schedule: Schedule, limit: int | None) -> Schedule:
+    """The schedule with residuals, of `limit` bytes, and with shared values."""
+    jaxpr = values.program.jaxpr
 
     def of_step() -> int:
         params = jaxpr.invars[: len(values.of_params)]
@@ -127,7 +181,10 @@ def _planned(values: Evaluation) -> Schedule:
         gathered = schedule.num_values["residual"] * sum(map(bytes_of, stacks))
         return max(bytes_of_step(jaxpr, params), gathered)
 
-    return share(planned(schedule, of_step, values.residual_bytes))
+    if not any(schedule.trait(x).smooth for x in schedule.roots(schedule.end)):
+        most = LITTLE if limit is None else limit
+        return share(kept.planned(schedule, most, is_bound=limit is not None))
+    return share(planned(schedule, of_step, limit))
 
 
 def _in_one_loop(values: Evaluation, buffers: Buffers) -> Outcome:
@@ -156,7 +213,7 @@ def _wanted(values: Evaluation) -> Wanted:
 
     They are results of `fun`, and operands of the buffers that this loop fills.
     """
-    schedule, folds = values.schedule, values.program.folds
+    schedule, folds = values.schedule, values.folds
     pairs = enumerate(zip(schedule.jaxpr.outvars, folds, strict=True))
     results = [pair for i, pair in pairs if i and i not in schedule.shared_results]
     last = [schedule.buffers[j] for j in schedule.filled_at(Level(schedule.end))]
@@ -189,332 +246,5 @@ def _with_epilogue(values: Evaluation, buffers: Buffers, results: Arrays) -> Arr
     return [next(of_epilogue if is_shared(i) else of_loop) for i in numbers]
 
 
-# == The report ========================================================================
-# The report of a window: what it stores, and how often equations run.
-#
-# The report goes to the log, to `plan`, and to `batch_dependencies`.
-
-
-class Stored(NamedTuple):
-    """A value that a window stores.
-
-    Attributes:
-      number: the number of its buffer.
-      line: the line of the user's code that computes it, or where rows meet.
-      kind: "residual" (of each micro-batch), "shared" (by all of them), or what a
-        collective carries: "sum", "max", "min" or "stack".
-      type: the shape and dtype, of one micro-batch.
-      nbytes: the bytes that a device stores.
-      shape: the shape that is read: of all rows, if they are gathered.
-      forward: how often anything on the way to the value runs forward, at most.
-      backward: how often it runs backward.
-    """
-
-    number: int
-    line: str
-    kind: str
-    type: Any
-    nbytes: int
-    shape: tuple[int, ...]
-    forward: int
-    backward: int
-
-    @property
-    def what(self) -> str:
-        """The value in words."""
-        shape = list(self.type.shape) or "a number"
-        if self.kind == "stack":
-            is_tiled = len(self.shape) == len(self.type.shape)
-            tiled = f"all rows of {list(self.shape)}"
-            return tiled if is_tiled else f"{shape} of each micro-batch"
-        if self.kind == "residual":
-            return f"kept: {shape} of each micro-batch"
-        if self.kind == "shared":
-            return f"kept: {shape} for all rows"
-        size, kind = self.type.size, "sum" if self.kind == "sum" else "extremum"
-        article, plural = "a" if kind == "sum" else "an", "s" * (size != 1)
-        return f"{article} {kind} of {size:,} number{plural}"
-
-
-class WindowReport(NamedTuple):
-    """The values that a window stores, and the runs of its equations.
-
-    Attributes:
-      levels: the number of levels before the loss.
-      forward: how often any costly equation runs forward, at most.
-      backward: how often any costly equation runs backward, at most.
-      stored: the values stored between levels.
-      peak: about how many bytes a device needs at a time, beside arguments and results:
-        stored values and their cotangents, and the residuals and gradients of the step
-        of one micro-batch; not what XLA holds between two residuals.
-      room: the `residual_bytes` with which all residuals stay, and how often costly
-        equations run forward and backward then; None if all stay now.
-    """
-
-    levels: int
-    forward: int
-    backward: int
-    stored: tuple[Stored, ...]
-    peak: int = 0
-    room: tuple[int, int, int] | None = None
-
-    def __str__(self) -> str:
-        residuals = [x.line for x in self.stored if x.kind == "residual"]
-        lines = ", ".join(dict.fromkeys(residuals))
-        text = (
-            "Where rows meet, activations are kept between passes: "
-            f"{f'values of {lines}' if residuals else 'none'}. Each part of fun "
-            f"runs forward at most {self.forward} times and backward {self.backward}, "
-            f"in about {float(f'{self.peak / 2**20:.2g}'):g} MiB of a device, counted "
-            "from the program. XLA takes 0.6 to 1.3 times that, and up to 4 times for "
-            "products of all pairs of rows, of which it holds several at a time."
-        )
-        return f"{text} {room_sentence(self.room)}" if self.room else text
-
-
-def room_sentence(room: tuple[int, int, int]) -> str:
-    """The `residual_bytes` with which all residuals stay, and the runs then."""
-    nbytes, forward, backward = room
-    return f"With residual_bytes={nbytes:_}: {forward} and {backward}."
-
-
-def log_report(schedule: Schedule, limit_is_ours: bool) -> None:
-    """Logs the report of a window, before it runs.
-
-    Warns if any equation runs more often than it should, if the limit of residuals is
-    ours and not the user's.
-    """
-    _, forward, backward = most_runs(runs_of_equations(schedule).values())
-    if limit_is_ours and (forward > _FORWARD or backward > _BACKWARD):
-        _warn(report_of(schedule))
-    if about.is_heard(logging.INFO):
-        about.log_sentence(str(report_of(schedule)), logging.INFO)
-
-
-def report_of(schedule: Schedule) -> WindowReport:
-    """The report of a window."""
-    runs = runs_of_equations(schedule)
-    forward, backward = most_runs(runs.values())[1:]
-    stored = tuple(_stored(schedule, runs))
-    room = None
-    if (full := schedule.unlimited) is not None:
-        room = (full.peak, *most_runs(runs_of_equations(full).values())[1:])
-    levels, peak = schedule.end - 1, _peak(schedule)
-    return WindowReport(levels, forward, backward, stored, peak, room)
-
-
-def _peak(schedule: Schedule) -> int:
-    carried = (b for b in schedule.buffers if b.kind != "residual")
-    stored = sum(b.nbytes + b.of_cotangent for b in carried)
-    return stored + schedule.peak + largest_step(schedule)
-
-
-class TakesMoreError(Exception):
+class TakesMoreError(IndivisibleError):
     """A window takes more memory than the undivided batch, in words."""
-
-
-def _check_takes_less(
-    schedule: Schedule, jaxpr: core.Jaxpr, smooth: Sequence[Any]
-) -> None:
-    """Raises if a window takes more memory than the undivided batch.
-
-    Both are counted alike from their programs, and XLA's bytes differ by up to a third.
-    Of two that take as much the undivided batch is better, with fewer products. So the
-    window has to take less, unless it takes little. No share of all bytes is asked for:
-    gradients are in both, and may be most of them. `smooth` are the arguments of the
-    program of all rows that are differentiated.
-    """
-    if (ours := _peak(schedule)) <= LITTLE:
-        return
-    if ours > (whole := bytes_of_step(jaxprs.live(jaxpr), smooth)):
-        raise TakesMoreError(
-            f"the undivided batch takes less: about {whole:,} bytes, and the "
-            f"micro-batches, whose rows meet, {ours:,} of a device, counted from the "
-            "program."
-        )
-
-
-def _stored(schedule: Schedule, runs: dict[int, Runs]) -> Iterator[Stored]:
-    """The values that a window stores; `runs` as `counted`."""
-    runs_to = _runs_to(schedule, runs)
-    results: dict[int, Any] = {}  # the result of the first collective of each buffer
-    for e in schedule.jaxpr.eqns:
-        for x in e.outvars if is_collective(e, schedule.axis) else ():
-            results.setdefault(schedule.views[x].buffer, x)
-    for i, b in enumerate(schedule.buffers):
-        if b.level == Level(0) or (b.level == Level(schedule.end) and b.is_folded):
-            continue  # an argument; or no level reads it: it is a result, as the loss
-        x = results.get(i, b.operand)
-        line, shape = _line(schedule, x), tuple(x.aval.shape)
-        is_variable = jaxprs.is_variable(b.operand)
-        some = runs_to.get(b.operand, Runs()) if is_variable else Runs()
-        yield Stored(i, line, b.kind, b.operand.aval, b.nbytes, shape, *some[1:])
-
-
-def _runs_to(schedule: Schedule, runs: dict[int, Runs]) -> dict[Any, Runs]:
-    """For each variable, the most runs of any equation on the way to it."""
-    runs_to: dict[Any, Runs] = {}
-    for e in schedule.jaxpr.eqns:
-        some = [runs_to[x] for x in jaxprs.variables(e.invars) if x in runs_to]
-        some += [runs[id(e)]] if id(e) in runs else []
-        if some:
-            runs_to |= dict.fromkeys(e.outvars, most_runs(some))
-    return runs_to
-
-
-_FORWARD, _BACKWARD = 3, 1  # the runs of segments, however many levels there are
-
-
-def _warn(report: WindowReport) -> None:
-    room = room_sentence(report.room) if report.room else ""
-    warn_once(
-        f"No part of fun should run forward more than {_FORWARD} times and backward "
-        f"{_BACKWARD}, but in {report.levels} levels where rows meet some run forward "
-        f"{report.forward} times and backward {report.backward}, since what they need "
-        f"of each other takes more room than a micro-batch's step. {room} "
-        "ga_optax.batch_dependencies shows the lines."
-    )
-
-
-def _line(schedule: Schedule, x: Any) -> str:
-    equation = jaxprs.made_by(schedule.jaxpr, x)
-    return "an argument" if equation is None else about.place_of(equation.source_info)
-
-
-# == The schedule in words =============================================================
-# A schedule in words: each stage, and the part of each value in a micro-batch.
-#
-# The window runs by the same schedule. A loss whose rows do not meet has the schedule
-# of one level. The partition wrote on each equation which part of the value a
-# micro-batch holds.
-
-_MOST = 8  # primitives that are named of one loop or function
-
-
-class DescribedValue(NamedTuple):
-    """A value that a loop computes, or takes cotangents back through.
-
-    Attributes:
-      holds: the part that a micro-batch holds: "rows 0 of float32[16,3]", "all of ...",
-        or "part of ...": the sum of the parts is the value. "own of ..." for a step of
-        the library, in the shape of a micro-batch.
-      name: the primitive, or the loop or function with the primitives inside.
-      line: the line of the user's code.
-    """
-
-    holds: str
-    name: str
-    line: str
-
-
-class DescribedLoop(NamedTuple):
-    """A loop over the micro-batches, or a computation of what they share, in words.
-
-    Attributes:
-      name: the name: "level 1", "the loss", "level 1, back".
-      loop: "once", or a loop over so many micro-batches.
-      computes: the values that the stage computes.
-      goes_back: the values through which cotangents go back, in order.
-      fills: the values that the stage stores for later stages.
-    """
-
-    name: str
-    loop: str
-    computes: list[DescribedValue]
-    goes_back: list[DescribedValue]
-    fills: list[Stored]
-
-    def __str__(self) -> str:
-        pairs = ("computes", self.computes), ("goes back", self.goes_back)
-        rows = [
-            (f"  {verb}", *x.holds.split(" of ", 1), x.name, about.short_line(x.line))
-            for verb, values in pairs
-            for x in dict.fromkeys(values)
-        ]
-        fills = [
-            f"  fills      {x.what}, {x.nbytes:,} bytes, at {about.short_line(x.line)}"
-            for x in self.fills
-        ]
-        head = f"{self.name}: {self.loop}"
-        return "\n".join([head, *columns(rows, range(5)), *fills])
-
-
-def stages_of_loop(program: LossProgram, operands: Operands) -> Schedule:
-    """The schedule of a loss whose rows do not meet."""
-    jaxpr, count = program.jaxpr, len(operands.params)
-    params, rows = jaxpr.invars[:count], jaxpr.invars[count:]
-    smooth = [*params, *rows[: operands.rows]]
-    return Schedule(jaxpr, "", traits_of(jaxpr, "", smooth, rows))
-
-
-def of_all_rows(jaxpr: core.Jaxpr, number: int) -> Schedule:
-    """The schedule of a program of all rows, of which the first are parameters."""
-    return Schedule(jaxpr, "", traits_of(jaxpr, "", jaxpr.invars[:number], ()))
-
-
-def described_stages(
-    schedule: Schedule, stored: Sequence[Stored], number: int, size: int
-) -> list[DescribedLoop]:
-    """The stages of a schedule, in the order in which they run.
-
-    Args:
-      schedule: the schedule.
-      stored: the values that it stores.
-      number: how many micro-batches a device has; 0 if all rows run at once.
-      size: how many all devices have.
-    """
-    devices = f" on each of {size // number} devices" if size > number > 0 else ""
-    fills = {x.number: x for x in stored}
-    in_words = []
-    for x in stages(schedule):
-        back = [y for e in x.back for y in _smooth_inside(e, schedule.traits)][::-1]
-        loop = f"a loop over {number} micro-batches{devices}"
-        if not number:
-            loop = "once, all rows"
-        if not x.level.in_loop:
-            loop = "once, in no loop"
-        elif x.level == Level(schedule.end):
-            loop += f", forward{' and backward' * bool(back)}"
-        of_level = [fills[j] for j in x.fills if j in fills]
-        computes, goes_back = (
-            [_described(e, schedule) for e in equations]
-            for equations in (x.forward, back)
-        )
-        in_words.append(DescribedLoop(x.name, loop, computes, goes_back, of_level))
-    return in_words
-
-
-def _described(e: core.JaxprEqn, schedule: Schedule) -> DescribedValue:
-    """The value of an equation."""
-    inside = [
-        jaxprs.name_of(x) for x in jaxprs.within(e) if not jaxprs.inner_programs(x)
-    ]
-    inside = list(dict.fromkeys(inside)) if jaxprs.inner_programs(e) else []
-    more = ", ..." if len(inside) > _MOST else ""
-    name = jaxprs.name_of(e)
-    name += f" ({', '.join(inside[:_MOST])}{more})" if inside else ""
-    if not (holds := about.label_of(e)):
-        traits = [schedule.traits.get(x, Traits()) for x in e.outvars]
-        shared = is_collective(e, schedule.axis) or not any(x.of_rows for x in traits)
-        types = ", ".join(about.type_in_words(x.aval) for x in e.outvars)
-        holds = f"{'all' if shared else 'own'} of {types}"
-    source = about.better_placed(e, None).source_info
-    return DescribedValue(holds, name, about.line_of(source))
-
-
-def _smooth_inside(e: core.JaxprEqn, traits: dict[Any, Traits]) -> list[core.JaxprEqn]:
-    """The equations of a call through which cotangents go; others by themselves."""
-    if not any(traits[x].smooth for x in e.outvars):
-        return []
-    if not jaxprs.is_inline(e):
-        return [e]
-
-    def smooth(names: Sequence[Any], outside: Sequence[Any]) -> list[Any]:
-        pairs = zip(names, outside, strict=True)
-        return [x for x, v in pairs if jaxprs.is_variable(v) and traits[v].smooth]
-
-    [inner] = jaxprs.inner_programs(e)
-    params, loss = smooth(inner.invars, e.invars), smooth(inner.outvars, e.outvars)
-    inside = traits_of(inner, "", params, (), loss)
-    equations = (about.better_placed(x, e.source_info) for x in inner.eqns)
-    return [y for x in equations for y in _smooth_inside(x, inside)]

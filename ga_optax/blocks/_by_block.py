@@ -1,4 +1,4 @@
-"""A tree, block by block: converts between the whole tree and a block, and adds.
+"""A tree, block by block.
 
 A block is a tree or one vector. A micro-step adds one block after another.
 """

@@ -1,4 +1,4 @@
-"""Norms and checks of each block on the device, and a table of the blocks."""
+"""A table of the blocks: norms, checks."""
 
 import dataclasses
 import functools
@@ -14,7 +14,6 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from .. import _checks, _text, accumulator
-from ..accumulator import accumulator_dtype
 from . import _partition
 from ._partition import Partition, leaves_of, shown
 
@@ -131,11 +130,11 @@ class BlockReport:
 
     Attributes:
       rows: a `BlockRow` for each block.
-      dtype: the accumulator's dtype, or `None` for the dtype of each leaf.
+      dtype: the accumulator's dtype; `None` for the dtype of each leaf, or a tree.
     """
 
     rows: tuple[BlockRow, ...]
-    dtype: np.dtype | None
+    dtype: Any
 
     @property
     def elements(self) -> int:
@@ -148,7 +147,7 @@ class BlockReport:
         return sum(row.bytes for row in self.rows)
 
     def __str__(self) -> str:
-        dtype = "of leaves" if self.dtype is None else self.dtype.name
+        dtype = getattr(self.dtype, "name", "of leaves")
         table = [("block", "shapes", "elements", "MiB")]
         for row in (*self.rows, BlockRow("total", (), self.elements, self.bytes)):
             shapes, mib = shown(row.shapes) or dtype, f"{row.bytes / 2**20:,.3f}"
@@ -156,9 +155,7 @@ class BlockReport:
         return "\n".join(_text.columns(table, left=(0, 1)))
 
 
-def report(
-    params: optax.Params | Partition, dtype: DTypeLike | None = jnp.float32
-) -> BlockReport:
+def report(params: optax.Params | Partition, dtype: Any = jnp.float32) -> BlockReport:
     """Returns the size of the accumulator, block by block, from shapes alone.
 
     >>> import jax, jax.numpy as jnp
@@ -186,9 +183,8 @@ def report(
     blocks = (
         params if isinstance(params, Partition) else _partition.partition(params, 1)
     )
-    dtypes = [
-        accumulator_dtype(jax.ShapeDtypeStruct((), x), wide) for x in blocks.dtypes
-    ]
+    leaves = [jax.ShapeDtypeStruct((), x) for x in blocks.dtypes]
+    dtypes = accumulator.accumulator_dtypes(blocks.structure.unflatten(leaves), wide)
     rows = []
     for block in blocks.blocks:
         pairs = zip(block.shapes, block.leaves, strict=True)

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from .._calls import functions, separate
 from .._calls.call import check_number, warns_outside_jit
@@ -46,7 +46,7 @@ def value_and_grad(
     batch_axes: Any = 0,
     data_axis: str | Sequence[str] | DataAxis | None = None,
     residual_bytes: int | None = None,
-    accumulator_dtype: DTypeLike | None = jnp.float32,
+    accumulator_dtype: Any = jnp.float32,
     optimize: bool = True,
 ) -> Callable[..., tuple[Any, Any]]:
     """`nnx.value_and_grad` over micro-batches: a big batch in a small one's memory.
@@ -74,8 +74,7 @@ def value_and_grad(
 
     Args:
       fun: a function as for `nnx.value_and_grad`, with any loss.
-      num_microbatches: the number of micro-batches, static; it must divide the number
-        of rows (of each device).
+      num_microbatches: how many, static, as for `ga_optax.value_and_grad`.
       microbatch_size: instead, the number of rows (of each device) in a micro-batch.
       argnums: the positional arguments to differentiate with respect to: an int for
         every `nnx.Param` in the argument, an `nnx.DiffState` for the variables that the
@@ -88,6 +87,7 @@ def value_and_grad(
       data_axis: the mesh axes that split the batch over devices, or a `DataAxis`.
       residual_bytes: the bytes of activations that may be kept where rows meet.
       accumulator_dtype: the dtype of sums; gradients have the dtypes of the variables.
+        Or a tree of them, a prefix of `nnx.state(model, nnx.Param)`.
       optimize: False leaves out all passes on programs.
 
     Returns:
@@ -207,6 +207,8 @@ def _of_all_rows(
     """
     core = partial(core, argnums=jax.tree.map(number_of, argnums), has_aux=True)
     core(fun)  # checks the options
+    options = {"accumulator_dtype"} & core.keywords.keys()
+    trees = [x for x in options if jax.tree.structure(core.keywords[x]).num_nodes > 1]
 
     @in_context
     @wraps(fun)
@@ -222,7 +224,10 @@ def _of_all_rows(
             return _with_aux(objects.changed(variables), out)
 
         kwargs = objects.kwargs | {"nnx_variables": objects.rest}
-        return finish(objects, core(run_pure)(*objects.args, **kwargs))
+        run = core(
+            run_pure, **{x: objects.pure_prefix(core.keywords[x]) for x in trees}
+        )
+        return finish(objects, run(*objects.args, **kwargs))
 
     return of_arguments
 
@@ -288,7 +293,7 @@ def accumulate(
       data_axis: the mesh axes that split the batch over devices, or a `DataAxis`.
       optimize: False leaves out all passes on programs.
       weight_fn: returns the weight of a micro-batch from its batch arguments (and aux).
-      aux: "mean", "sum", "last", "stack", or a prefix of the aux with these.
+      aux: "mean", "sum", "max", "min", "last", "stack", or a prefix of the aux.
       rng_argnums: PRNG keys that are no part of a module, one for each micro-batch.
       rng_argnames: keywords that are keys.
       num_real_microbatches: the number of micro-batches, from the first, that count.

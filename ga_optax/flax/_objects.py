@@ -15,7 +15,7 @@ from flax.nnx.extract import NodeStates
 from jax.extend import core
 
 from .._calls.options import place_of
-from .._checks import check_not_empty, check_structure
+from .._checks import check_not_empty, check_structure, parts_of_prefix
 from .._passes import jaxprs
 
 _TAG = "ga_optax"
@@ -80,6 +80,13 @@ class Objects:
     def differentiated(self) -> Any:
         """The variables to differentiate, in the structure of the gradient."""
         return jax.tree.map(lambda i: _at(self._selected, i), self._argnums)
+
+    def pure_prefix(self, prefix: Any) -> Any:
+        """A prefix of `differentiated` as a tree of the pure arguments."""
+        pairs = parts_of_prefix("accumulator_dtype", prefix, self.differentiated)
+        pure = jax.tree.map(lambda i: _at((self.args, self.kwargs), i), self._argnums)
+        leaves = [x for x, part in pairs for _ in jax.tree.leaves(part)]
+        return jax.tree.structure(pure).unflatten(leaves)
 
     @property
     def _selected(self) -> Any:

@@ -68,25 +68,6 @@ def test_a_weighted_mean_takes_no_gradient_of_its_own_before_adam(target):
     assert needs(mean_of, weight_fn=weights, optimize=False) > plain + 2 * layer
 
 
-def dropped(params, x, key):
-    h = jnp.tanh(x @ params["up"][0])
-    h = jnp.where(jax.random.bernoulli(key, 0.9, h.shape), h, 0) @ params["down"][0]
-    return jnp.mean(jnp.where(jax.random.bernoulli(key, 0.9, h.shape), h, 0) ** 2)
-
-
-@pytest.mark.parametrize("target", ["h200", "v6e"])
-def test_what_is_drawn_takes_the_memory_of_a_micro_batch(target):
-    key = jax.eval_shape(lambda: jax.random.key(0, impl="rbg"))
-
-    def needs(k, rows):
-        args = shapes(1), targets.shapes((rows, WIDTH)), key
-        step = ga.value_and_grad(dropped, k) if k > 1 else jax.value_and_grad(dropped)
-        return targets.temporaries(targets.compiled(target, step, *args))
-
-    grads = 4 * 2 * 4 * WIDTH**2  # of a micro-batch, and their sum
-    assert needs(8, 8 * ROWS) <= needs(1, ROWS) + 2 * grads < needs(1, 8 * ROWS) / 2
-
-
 def test_it_takes_the_temporaries_of_plain_micro_batches_and_one_layers_rows(
     monkeypatch,
 ):

@@ -91,10 +91,6 @@ def test_partition_and_masked_leave_the_other_leaves_alone():
     np.testing.assert_array_equal(first["b"], -GRADS[0]["b"])
     np.testing.assert_array_equal(second["w"], -MEAN["w"])
     assert ga.has_updated(state)
-    inside = ga.MultiSteps(optax.masked(SGD, {"w": True, "b": False}), 2)
-    _, (updates, _) = updates_of(inside, GRADS, PARAMS)
-    np.testing.assert_array_equal(updates["w"], -MEAN["w"])
-    np.testing.assert_array_equal(updates["b"], MEAN["b"])  # not transformed
     masked = {"w": PARAMS["w"], "b": optax.MaskedNode()}
     one = ga.MultiSteps(SGD, 1)
     updates, _ = one.update({**masked}, one.init(masked), masked)

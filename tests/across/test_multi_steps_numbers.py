@@ -13,8 +13,6 @@ from helpers import (
     SKIPS,
     bits,
     leaves_of,
-    mean_of,
-    squares,
     times_rate,
     train,
     updates_of,
@@ -73,27 +71,6 @@ def test_a_window_of_weight_zero_changes_nothing_and_is_counted(k, emit):
     assert bits((after, state.inner_opt_state)) == bits(before)
     assert counts(state) == (0, 0, 1, k, 0)
     assert not ga.has_updated(state)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("weight", [-1.0, -1, np.nan])
-def test_a_traced_weight_that_is_none_makes_its_window_nan(weight):
-    w, x = jnp.ones(2), jnp.ones((4, 2))
-
-    @jax.jit
-    def inside(weight):
-        return mean_of(squares, 2, weight_fn=lambda x: weight)(w, x)[1]
-
-    def across(weight, **options):
-        weights = [jnp.full_like(weight, 2), weight]
-        return train(ga.MultiSteps(SGD, 2, **options), [w, w], w, weights)[-1]
-
-    weight = jnp.asarray(weight)
-    for way in (inside, lambda weight: across(weight)[0]):
-        assert jnp.isnan(way(weight)).all()
-        assert jnp.isfinite(way(jnp.zeros_like(weight))).all()  # the twin
-    params, state = across(weight, **DROPS)
-    assert (bits(params), counts(state)[2]) == (bits(w), 1)
 
 
 K = 4

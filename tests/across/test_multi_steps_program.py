@@ -126,23 +126,21 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.grid(1, 9)
-@pytest.mark.parametrize(("k", "emit"), [(1, None), (7, None), (7, True), (7, False)])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_micro_step_needs_no_temporaries(name, k, emit):
-    assert trees(compiled(ga.MultiSteps(OPTIMIZERS[name], k), emit=emit)) <= 0.01
-
-
-@pytest.mark.grid(4)
-@pytest.mark.parametrize("way", [applied, updated])
+@pytest.mark.grid(2, 12)
 @pytest.mark.parametrize(
-    ("options", "weight"),
-    [(DROPS, None), ({}, 3.0), (DROPS, 3.0), pytest.param(NORM, None, marks=OLD)],
-    ids=["drops", "weighted", "both", "norm"],
+    ("name", "options", "how"),
+    [
+        *((name, {}, {"emit": x}) for name in OPTIMIZERS for x in (None, True, False)),
+        ("adam", DROPS, {"way": updated}),
+        ("adam", {}, {"way": updated, "weight": 3.0}),
+        ("adam", DROPS, {"weight": 3.0}),
+        pytest.param("adam", NORM, {}, marks=OLD),
+    ],
 )
-def test_no_option_needs_temporaries_either(options, weight, way):
-    tx = ga.MultiSteps(ADAM, 8, **options)
-    assert trees(compiled(tx, way=way, weight=weight)) <= 0.01
+def test_a_micro_step_needs_no_temporaries_whatever_is_asked_for(name, options, how):
+    for k in {1, 7} if how == {"emit": None} else {7}:
+        tx = ga.MultiSteps(OPTIMIZERS[name], k, **options)
+        assert trees(compiled(tx, **how)) <= 0.01
 
 
 @pytest.mark.cpu

@@ -13,8 +13,8 @@ from jax.custom_derivatives import linear_call
 from test_microbatch import MODELS, OPTIMIZE, WIDTH, _layer, _normal, make_batch
 
 import ga_optax as ga
-from ga_optax._loop import micro_step
-from ga_optax._passes import about
+from ga_optax._loop import folds
+from ga_optax._passes import effects
 from ga_optax.testing import assert_trees_bitwise_equal as assert_same_bits
 
 
@@ -104,20 +104,6 @@ def test_weights_that_count_tokens_do_not_overflow_what_is_narrow(fun, dtype):
     assert float(grad) == 32.0
 
 
-@pytest.mark.parametrize("optimize", OPTIMIZE)
-def test_weights_count_as_well_if_every_micro_step_is_merged_over_devices(optimize):
-    def loss(w, b):
-        return jnp.sum(jnp.tanh(b["x"] @ w) * b["mask"]) / jnp.sum(b["mask"])
-
-    batch = {"x": _normal(0, 32, WIDTH), "mask": np.float32(_normal(1, 32) > 0)}
-    axis = ga.DataAxis("data", mesh=helpers.mesh_of(), sync="each")
-    how = {"weight_fn": tokens, "data_axis": axis, "optimize": optimize}
-    args = _normal(2, WIDTH), batch
-    got = jax.jit(mean_of(loss, 2, **how))(*args)
-    assert helpers.off(got, jax.value_and_grad(loss)(*args)) < 1e-6
-    assert helpers.off(mean_of(loss, 2)(*args), got) > 1e-3  # the twin
-
-
 def test_where_no_mesh_is_named_a_call_is_batched_and_differentiated():
     loss = lambda w, x: jnp.mean(jnp.tanh(x @ w))  # noqa: E731
     step = mean_of(loss, 2, weight_fn=operator.itemgetter((0, 0)))  # has no signature
@@ -165,7 +151,9 @@ def test_a_rule_does_in_a_window_what_it_does_for_each_micro_batch(rule, monkeyp
 
     assert off() <= 1
     if rule is clipped:  # the twin: a weight goes through what clips
-        monkeypatch.setattr(about, "side_effects", lambda *given: about.SideEffects())
+        monkeypatch.setattr(
+            effects, "side_effects", lambda *given: effects.SideEffects()
+        )
         assert off() > 1
 
 
@@ -230,6 +218,8 @@ def with_aux(w, x):
         "positive": positive(x),
         "any": jnp.any(x > 2),
         "top": jnp.max(x),
+        "high": jnp.max(x, 0).astype(jnp.bfloat16),
+        "low": {"of_all": jnp.min(x, 0), "any": jnp.any(x > 2)},
         "parts": (jnp.sum(x), x[0].astype(jnp.bfloat16)),
     }
 
@@ -240,8 +230,8 @@ def test_aux_is_put_together_as_asked_leaf_by_leaf(weight_fn):
     micro = x.reshape(4, 2, WIDTH)
     weights = np.array([(m[:, 0] ** 2).sum() if weight_fn else 1.0 for m in micro])
     modes = {"rows": "sum", "positive": "mean", "any": "sum", "top": "last"}
-    modes["parts"] = "mean", "stack"
-    assert {*jax.tree.leaves(modes)} == {*micro_step.OPTIONS}
+    modes |= {"parts": ("mean", "stack"), "high": "max", "low": "min"}
+    assert {*jax.tree.leaves(modes)} == {*folds.FOLDS}
     options = {"has_aux": True, "weight_fn": weight_fn}
     step = jax.jit(mean_of(with_aux, 4, aux=modes, **options))
     (value, aux), grad = step(w, x)
@@ -265,10 +255,15 @@ def test_aux_is_put_together_as_asked_leaf_by_leaf(weight_fn):
         "rows": np.int32(8),
         "any": np.int32(sum((m > 2).any() for m in micro)),
         "top": micro[3].max(),
+        "high": x.max(0).astype(jnp.bfloat16),
+        "low": {"of_all": x.min(0), "any": all((m > 2).any() for m in micro)},
         "parts": (aux["parts"][0], micro[:, 0].astype(jnp.bfloat16)),
     }
     assert_same_bits(aux, due)
     assert of_parts != micro[3].sum()  # the twin: the last is not the mean
+    for m in (micro[0], micro[3]):  # nor are these the largest and the smallest
+        assert (m.max(0) < due["high"]).any()
+        assert (m.min(0) > due["low"]["of_all"]).any()
     prefix = modes | {"parts": "mean"}
     parts = mean_of(with_aux, 4, aux=prefix, **options)(w, x)[0][1]["parts"]
     assert (parts[1].dtype, parts[1].shape) == (jnp.bfloat16, (WIDTH,))
@@ -279,7 +274,7 @@ def of_rows(w, x):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("mode", ["mean", "sum"])
+@pytest.mark.parametrize("mode", ["mean", "sum", "max"])
 def test_rows_of_different_examples_are_not_added_up(mode):
     x, w = integers(16, 4), integers(4, seed=1)
     words = r"\['scores'\].*shape \(4,\) for 4 rows.*stack"
@@ -356,10 +351,11 @@ def test_only_the_real_micro_batches_count(weight_fn, optimize):
 
     def fun(layers, x):
         h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, layers)
-        return jnp.mean(h**2), {"rows": jnp.sum(x), "last": x[0, 0]}
+        aux = {"rows": jnp.sum(x), "last": x[0, 0], "most": -jnp.sum(x[0] ** 2)}
+        return jnp.mean(h**2), aux
 
     how = {"weight_fn": weight_fn, "has_aux": True, "optimize": optimize}
-    how["aux"] = {"rows": "sum", "last": "last"}
+    how["aux"] = {"rows": "sum", "last": "last", "most": "max"}
     traces = []
 
     @jax.jit
@@ -378,6 +374,7 @@ def test_only_the_real_micro_batches_count(weight_fn, optimize):
         assert np.max(np.abs(grads - grads_due)) <= bound * np.max(np.abs(grads_due))
         assert abs(aux["rows"] - aux_due["rows"]) <= bound * np.sum(np.abs(rows))
         assert float(aux["last"]) == float(aux_due["last"])
+        assert float(aux["most"]) == float(aux_due["most"]) < 0
     assert len(traces) == 1
     (value, aux), grads = step(np.int32(0), layers, np.full_like(rows, np.nan))
     assert float(value) == float(aux["rows"]) == float(jnp.sum(jnp.abs(grads))) == 0

@@ -273,6 +273,7 @@ PROGRAMS = (
 )
 
 
+@pytest.mark.filterwarnings("ignore:The gradient is computed of .*jax.new_ref")
 @pytest.mark.usefixtures("fast_compilation", "float64")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_what_comes_in_and_out_is_that_of_the_function(program):

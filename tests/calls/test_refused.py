@@ -1,7 +1,6 @@
 """What does not fit is refused, with what was required, what came and what to do.
 
-A table has a row for each error: `code -> V parts
-  | of the message`, in their order, of a
+A table has a row for each error: `code -> V parts | of the message`, in their order, of
 `ValueError`, and T of a `TypeError`. A row goes on in lines that are indented.
 """
 
@@ -39,8 +38,11 @@ KEYS = {"a": jax.random.key(0)}
 IMAGES = {"image": np.ones((10, 28, 28), np.float32)}
 ZEROS = {"a": jnp.zeros(2)}
 LENGTHS = {"a": X, "b": X[:4]}
+CLASSES = {"x": np.ones((16, 4)), "y": np.ones((10, 16))}
 SEQUENCE = {"tokens": np.ones((1, 11), np.float32)}
 REFERENCE = {"w": np.ones((5, 3), np.float32), "b": np.ones(3, np.float32)}
+BASE = {"w": np.ones((16, 8)), "head": np.ones((64, 2)), "layers": np.ones((3, 8))}
+ROWS = np.ones(2048, np.float32)
 RAW_KEY = {"dropout_key": jax.random.PRNGKey(0)}
 WORDS = ["a"] * 8
 
@@ -68,56 +70,40 @@ def of(*args, fun=untraced, k=2, **options):
 BOTH = """
 k=0 -> V must be at least 1 | it is 0 | 1 is the undivided batch
 k=True -> T must be an int | True of type bool | Pass an int that is known
-W, {} -> V must name arguments that hold arrays | argument 1 is a dict without
-  | Pass the
+W, {} -> V must name arguments that hold | argument 1 is a dict without | Pass the
 W, None -> V must name arguments that hold arrays | argument 1 is None | Pass the batch
-W, X, batch_axes=None
-  -> V hold arrays | None to all leaves of argument 1 | their axis
+W, X, batch_axes=None -> V hold arrays | None to all leaves of argument 1 | their axis
 W, {"x": X, "id": WORDS}
   -> T must hold arrays | argument 1 has a list of 8 strings | such as token ids
 W, [1.0] * 8 -> T a list of 8 numbers | Pass jnp.asarray of it
-jax.eval_shape(lambda: W), X
-  -> T argument 0 must hold numbers | the only leaf is a type, | Pass arrays
-W, {"x": X, "y": jax.eval_shape(lambda: X)}
-  -> T argument 1 must hold numbers | leaf ['y'] is a type, | Pass arrays
+jax.eval_shape(lambda: W), X -> T argument 0 must | the only leaf is a | Pass arrays
+W, {"x": X, "y": jax.eval_shape(lambda: X)} -> T argument 1 | leaf ['y'] | Pass arrays
 W, X[:0] -> V at least one example | shape (0,) | Skip the call
 argnums=1 -> V batch_argnums must not overlap argnums | name argument 1
   | Give each argument one role | ga_optax.microbatch(
 batch_argnums=() -> V batch_argnums must name | () | Leave it out
 batch_argnums=1.5 -> T an int or a sequence of ints | it is 1.5 | Number the positional
-batch_axes="0" -> T batch_axes must be an int, None, or a tree | it holds '0'
-  | the axis to
-batch_argnames=3
-  -> T batch_argnames must be a str or a | it is 3 | Name the keyword arguments
+batch_axes="0" -> T batch_axes must be an int, None, or a | it holds '0' | the axis to
+batch_argnames=3 -> T batch_argnames must be a | it is 3 | Name the keyword arguments
 fun=3 -> T fun must be a function | it is 3 | Pass the loss function
 optimize=1 -> T optimize must be a bool | it is 1 | Pass False for the plain scan
 has_aux="yes" -> T has_aux must be a bool | it is 'yes' | returns (loss, aux)
-W, batch=X
-  -> V batch_argnums must name | names 1, and the call has 1 | for keywords there is
-W, X, z=1, batch_argnames="y"
-  -> V batch_argnames must name | names 'y', and the call has z | Pass that
+W, batch=X -> V batch_argnums must | names 1, and the call has 1 | for keywords there is
+W, X, z=1, batch_argnames="y" -> V batch_argnames must | names 'y', and the | Pass that
 {"n": np.int32(1), "w": W}, X
   -> T leaf ['n'] of argument 0 must | dtype int32 | or allow_int=True, which
 argnums=(0, 0) -> V argnums must name each argument once | 0 twice | it once
-batch_argnums=True -> T an int or a sequence of ints | it is True
-  | Number the positional
 {"f": jax.nn.relu}, X -> T must be an array or a number | custom_jvp | eqx.partition
-{"w": W, "name": "abc"}, X
-  -> T leaf ['name'] of | must be an array or a number | str | without this leaf
-W, {"a": X, "id": np.array(WORDS)}
-  -> T leaf ['id'] must be an array or a number | dtype <U1 | None in batch_axes
-W, X, batch_axes=1 -> V leaf of the batch must have a batch axis | (8,)
-  | None in batch_axes
-W, {"b": X}, batch_axes={"a": 0} -> V must be a prefix of the batch | 'a'
-  | Pass an int, None
+W, {"a": X, "id": np.array(WORDS)} -> T leaf ['id'] | dtype <U1 | None in batch_axes
+W, X, batch_axes=1 -> V leaf of the batch must have a batch | (8,) | None in batch_axes
+W, {"b": X}, batch_axes={"a": 0} -> V must be a prefix of the | 'a' | Pass an int, None
 {"x": np.ones((8, 3), np.float32), "y": X}, {"w": np.ones(3), "b": W}, k=4
-  -> V batch axis | If argument 0, with 8 rows in each leaf, is the batch
-  | swapped; or name that one in batch_argnums.
-W, {"x": X[:3], "y": X[:3]}, k=4 -> V must divide | leaf ['x'] has shape (3,)
-  | mask.sum(). One example alone has no rows: give each leaf a batch axis.
+  -> V But argument 1 has leaves of length 3, argument 0 has 8 in all: is
+  | that the batch? Then swap the arguments, or name that one in batch_argnums.
+W, {"x": X[:3], "y": X[:3]}, k=4 -> V =4 must | leaf ['x'] has shape (3,)
+  | . One example alone has no rows: give each leaf a batch axis.
 W, X, fun=lambda w, x: x -> V be a scalar | shape | Return its mean
-W, X, fun=lambda w, x: jnp.int32(1)
-  -> T The loss must be real and floating | dtype int32 | Cast it
+W, X, fun=lambda w, x: jnp.int32(1) -> T The loss must be real | dtype int32 | Cast it
 W, X, fun=lambda w, x: jax.lax.complex(loss(w, x), w)
   -> T The loss must be real | dtype complex64 | real part, or pass holomorphic
 W, X, fun=returns(X) -> T fun must return the loss | a tuple of 2 | Pass has_aux=True if
@@ -133,15 +119,20 @@ W, X, fun=lambda w, x: None, has_aux=True
 
 # Of `accumulate` alone: there what is split decides what comes out.
 EACH = """
+W, BASE, {"x": ROWS, "y": ROWS}, k=32
+  -> V But argument 1 has leaves of lengths 3, 16 and 64, argument 2 has 2,048 in all:
+  | is that the batch? Pass batch_argnums=2.
+W, BASE, batch={"x": ROWS}, k=5
+  -> V argument 'batch' has 2,048 in all: is that the batch? Pass batch_argnames='batch'
 W, IMAGES, k=4
   -> V num_microbatches=4 must | leaf ['image'] has shape | Use 1, 2, 5 or 10. Or drop
   | the last 2 rows, or add 2 rows that a mask leaves out
-W, {"a": X, "id": "a"}
-  -> T leaf ['id'] must be an array or a number | of type str | None in batch_axes
-W, LENGTHS -> V All leaves of the batch must have one length
-  | leaf ['b'] has shape (4,) | say in batch_axes
-W, {"a": X[:3], "x": X} -> V All leaves of the batch must have one length
-  | leaf ['x'] has shape (8,) and leaf ['a'] has shape (3,) | say in batch_axes
+W, {"a": X, "id": "a"} -> T leaf ['id'] must be an | of type str | None in batch_axes
+W, CLASSES -> V All leaves of the batch must have one length
+  | say in batch_axes | But each leaf has an axis of 16: are these the rows?
+  | Pass batch_axes={'x': 0, 'y': 1}.
+W, [(np.ones(4), np.ones(3))] * 16, k=4 -> V But the batch is a list of 16 | Stack them
+W, LENGTHS -> V All leaves of the batch | leaf ['b'] has shape (4,) | say in batch_axes
 W, {"x": X} | RAW_KEY -> V ['dropout_key'] has shape | name them in rng_argnums
 W, {"a": X, "b": 3.0} -> V must have a batch axis | ['b'] is a sca | Give it None in
 rng_argnums=1 -> V rng_argnums must not overlap | 1 | Give each argument one role
@@ -161,8 +152,7 @@ W, {"x": X} | KEYS, batch_axes={"x": 0, "a": None} -> V A PRNG key must differ b
 W, X, {"f": "a"}, rng_argnums=2
   -> T leaf ['f'] of argument 2 must be an array or a number
   | of type str | Pass PRNG keys alone
-W, X, X -> V An argument with the batch's 8 rows must have a role
-  | argument 2, of | batch_argnums=(1, 2) to
+W, X, X -> V An argument with the batch's 8 | argument 2, of | batch_argnums=(1, 2) to
 W, X, LENGTHS | {"b": X} -> V 8 rows must have a role | argument 2 | None for it
 W, X, X, X, y=X, batch_argnums=(1, 2), batch_argnames="y"
   -> V 8 rows must have a role | argument 3 | batch_argnums=(1, 2, 3)
@@ -173,15 +163,14 @@ W, X, weight_fn=lambda a, b: 1.0
   -> T must take the batch arguments, argument 1, | (a, b) | Give it one parameter
 W, X, fun=returns({}), has_aux=True, weight_fn=lambda x: 1.0
   -> T weight_fn must take the batch | takes (x) | Give it one parameter
-W, X, fun=returns({}), has_aux=True, weight_fn=lambda x, a: jnp.ones(2)
-  -> V weight must be a scalar | shape (2,) | Pass the number of examples
-W, X, fun=returns({}), has_aux=True, weight_fn=lambda x, a: -1
-  -> V not negative | -1 | Pass the number of examples
-aux="median" -> V aux must be one of 'mean', 'sum', 'last', 'stack' | holds 'median'
+aux="median"
+  -> V aux must be one of 'mean', 'sum', 'last', 'stack', 'max', 'min' | holds 'median'
+W, X, fun=returns(1j), has_aux=True, aux="max"
+  -> T aux="max" must have real numbers | has dtype complex64 | Use "last" or
 W, X, fun=returns({"a": 1}), has_aux=True, aux={"b": "mean"}
   -> V aux must be a tree | fun returned PyTreeDef({'a': *}) | Name the same keys
 W, X, fun=returns(KEYS), has_aux=True
-  -> T must have numbers | ['a'] of the aux has dtype key | Use "last" or
+  -> T aux="mean" must have numbers | ['a'] of the aux has dtype key | Use "last" or
 W, X, fun=returns({"kept": "text"}), has_aux=True
   -> T must be arrays or numbers | ['kept'] is 'text' | Leave it out
 W, X, X, fun=lambda w, x, c: loss(w, x), carry_argnums=2
@@ -204,32 +193,40 @@ num_real_microbatches=1.5 -> T must be an integer scalar | it is 1.5 | Pass how 
 
 # Of `value_and_grad` alone.
 LAW = """
-W, X, holomorphic=True
-  -> T parameters must be complex | argument 0 has dtype float32 | leave
+W, {"w": np.ones((3, 9, 9)), "b": W[None]}, {"x": ROWS}, k=4
+  -> V =4 must be at most the number of rows, but leaf ['w'] has shape (3, 9, 9). But
+  | argument 1 has leaves of lengths 1 and 3, argument 2 has 2,048 in all: is that the
+  | batch? Pass batch_argnums=2. If not, use 3 or fewer; or,
+W, CLASSES, k=4, fun=lambda w, b: jnp.std(w * b["y"])
+  -> V =4 must divide | leaf ['y'] has shape (10, 16) | But each leaf has an axis of 16:
+  | are these the rows? Pass batch_axes={'x': 0, 'y': 1}. If not, use 1
+W, X, holomorphic=True -> T parameters must be | argument 0 has dtype float32 | leave
 np.complex64(W), X, fun=lambda w, x: loss(w.real, x), holomorphic=True
   -> T The loss must be complex | dtype float32 | leave holomorphic out
 {"f": jnp.tanh}, X, allow_int=True -> T must be an array or a number | PjitFunction
 allow_int=1 -> T allow_int must be a bool | it is 1 | hold integers
-W, "abc" -> V hold arrays | none with an axis: the only leaf is of type str
-  | Pass the batch
-W, {"t": W} -> V hold arrays | none with an axis: leaf ['t'] is a scalar
-  | Pass the batch
+W, "abc" -> V hold arrays | none with an axis: the | is of type str | Pass the batch
+W, {"t": W} -> V hold | none with an axis: leaf ['t'] is a scalar | Pass the batch
 W, {"table": np.ones(11), "x": X}, fun=lambda w, b: jnp.std(w * b["table"])
   -> V num_microbatches=2 must divide | if rows meet, but leaf ['table'] has shape (11,)
   | rows meet at | Use 1 or 11; or, | leaf ['table'] None in | drop the last row, or
   | add 1 row that a mask leaves out of the loss: jnp.where(mask
 accumulator_dtype=jnp.int32 -> T must be a | int32 | Use float32
 accumulator_dtype=jax.dtypes.prng_key -> T must be a floating | prng_key | Use float32
+W, X, accumulator_dtype={"w": None}
+  -> V accumulator_dtype must be one for all leaves, or a prefix | {'w': *}
+  | the parameters are PyTreeDef(*). Take the containers
+W, X, accumulator_dtype={"w": 3} -> T must be a floating dtype | it is 3 | Use float32
 k=None -> T One of num_microbatches and microbatch_size must be given | neither was
   | Pass how many micro-batches there are, or how many rows
 microbatch_size=8 -> T One of num_microbatches and microbatch_size must be given
   | each of them was | Pass how many
 k=None, microbatch_size=0 -> V microbatch_size must be at least 1 | it is 0
   | how many rows
-k=None, microbatch_size=2.0 -> T microbatch_size must be an int | 2.0
-  | Pass how many rows
-W, X, k=9 -> V num_microbatches=9 must divide | shape (8,) | Use 1, 2, 4 or 8.
-W, SEQUENCE, k=4 -> V must divide | (1, 11). Use 1. Is it one sequence? Its tokens lie
+k=None, microbatch_size=2.0 -> T microbatch_size must be an | 2.0 | Pass how many rows
+W, X, k=9 -> V num_microbatches=9 must be at most the number of rows, but the only leaf
+  | of argument 1 has shape (8,). Use 8 or fewer.
+W, SEQUENCE, k=4 -> V (1, 11). Use 1 or fewer. Is it one sequence? Its tokens lie
   | along axis 1: batch_axes=1. | One example alone
 W, SEQUENCE, k=4, batch_axes=1, fun=shifted -> V =4 must divide | (1, 11) | rows meet at
   | Use 1 or 11. | If fun cuts labels off a sequence | inputs and labels in the data
@@ -243,8 +240,7 @@ W, np.ones((7, 16)), REFERENCE, fun=softmax, k=5, batch_argnums=(1, 2)
 W, X[:7], fun=lambda w, x: jnp.std(w * x), k=None, microbatch_size=2
   -> V microbatch_size=2 must | shape (7,) | rows meet at | Use 1 or 7. | add 1 row
 W, fun=lambda w: jnp.mean(X * w) -> V fun must take its batch: what it closes
-residual_bytes=-1
-  -> V residual_bytes must be a number of bytes | it is -1 | Leave it out
+residual_bytes=-1 -> V residual_bytes must be a number of | it is -1 | Leave it out
 """
 
 
@@ -290,11 +286,12 @@ def make_step(k):
     return jax.jit(ga.value_and_grad(loss, k))
 
 
-def sharded(rows=64, k=4, n=8, name="data", **options):
-    """A call on a mesh of n devices."""
+def sharded(rows=64, k=4, n=8, name="data", frozen=False, **options):
+    """A call on a mesh of n devices; frozen parameters may stand before the batch."""
     data_axis = ga.DataAxis(name, mesh=mesh_of(n), **options)
     make = mean_of if "logical_devices" in options else ga.value_and_grad
-    jax.jit(make(untraced, k, data_axis=data_axis))(PARAMS, jnp.ones((rows, 16)))
+    args = PARAMS, jnp.ones((rows, 16)), *[jnp.ones((64, 16))] * frozen
+    jax.jit(make(untraced, k, data_axis=data_axis))(*args)
 
 
 def carried(x):
@@ -319,6 +316,9 @@ def mapped(make, sync="last", **where):
 
 
 VERIFY = """
+verify(params={"x": X, "y": X}, batch={"w": np.ones(3), "b": np.ones(5)})
+  -> V batch has leaves of lengths 3 and 5, params has 8 in all: is that the batch?
+  | Then swap them. verify asks
 verify(k=3) -> V must divide the batch axis | one size | use 1, 2, 4 or 8. | any number
 verify(params={}) -> V params must | this dict has no array
 verify(params={"n": jnp.arange(3)}) -> T leaf ['n'] of params
@@ -370,8 +370,12 @@ ga.microbatch(scaled, 4, batch_argnums=-3)(W, X) -> V names -3, and the call has
 ga.microbatch(scaled, 4, batch_argnums=2)(W, 3.0) -> V names 2, and the call has 2
 ga.config.update("optimise", False) -> A The option of ga_optax.config must be
 ga.config.update("optimize", 0) -> T must be a bool, but it got 0
-ga.config.update("whole_draws", "yes") -> T whole_draws must be a bool, but it got 'yes'
 """
+INTEGER = {"w": W, "n": np.int32(1)}
+for _fun in ("value_and_grad", "batch_dependencies", "accumulate"):
+    _acc = "ga.accumulator.init(INTEGER), " * (_fun == "accumulate")
+    WORDS_OF_OTHERS += f"ga.{_fun}(untraced, 2)({_acc}INTEGER, X) -> T leaf ['n'] of "
+    WORDS_OF_OTHERS += "argument 0 must be floating or complex | int32 | allow_int=Tr\n"
 for _fun in ("value_and_grad", "accumulate", "microbatch", "batch_dependencies"):
     for _args in ("X", "2, X"):
         WORDS_OF_OTHERS += f"ga.{_fun}(jnp.mean, {_args}) -> T {_fun} must get"
@@ -381,8 +385,7 @@ AUDIT = """
 ga.audit(jax.jit(loss)) -> T needs a compiled | PjitFunction | lower(*args).compile(
 ga.audit(jax.jit(loss).lower(W, X)) -> T needs a compiled | Lowered | .compile(
 ga.audit("module @jit_f { func.func }") -> V optimised HLO module with an ENTRY
-ga.audit("HloModule", "mesh")
-  -> T mesh must be a jax.sharding.Mesh | it is | the mesh of the program
+ga.audit("HloModule", "mesh") -> T mesh must be a | it is | the mesh of the program
 """
 
 DEVICES = """
@@ -405,8 +408,10 @@ ga.value_and_grad(untraced, 2, data_axis="data")(W, X)
   -> V there is no mesh. | Call inside jax.set_mesh
 sharded(name="rows") -> V must be an axis of the mesh | 'data' | splits
 sharded(60) -> V 8 devices | must divide | (60, 16) | 56 or 64
-sharded(4) -> V 8 devices | must divide | (4, 16) | a batch of 8 examples.
+sharded(4) -> V 8 devices | must divide | (4, 16) | Use a batch of 8.
 sharded(k=3) -> V num_microbatches=3 must divide | 8 examples | 1, 2, 4 or 8
+sharded(6, frozen=True) -> V (6, 16). But argument 1 has leaves of length 6, argument 2
+  | 64 in all: is that the batch? Pass batch_argnums=2. If not, use a batch of 8.
 explicit() -> V of each of the 8 devices, 8 examples | 2, 4
 sharded(48, 1, 3, logical_devices=8)
   -> V must divide logical_devices=8 | are 3. | Use 1, 2, 4 or 8
@@ -420,8 +425,7 @@ mapped(ga.value_and_grad)
 mapped(ga.value_and_grad, mesh=mesh_of(2)) -> V A jax.shard_map in fun over 'data'
 mapped(mean_of) -> V A jax.shard_map in fun over 'data' | Pass sync="each", or no
 carried(jax.random.key(0)) -> T With a data_axis | a PRNG key | it in rng_argnums
-ga.merge_across(jnp.ones(3), "data")
-  -> T acc must be of type Accumulator, but it is | pass the accumulator
+ga.merge_across(jnp.ones(3), "data") -> T acc must be of type | pass the accumulator
 ga.merge_across("data", ga.accumulator.init(DENSE))
   -> T data_axis must be the name | an object of type Accumulator. | Pass
 """
@@ -436,14 +440,10 @@ sharded(NAME={"w": P(), "c": P()}) -> V prefix | leaf ['b'] has no spec | Pass j
 sharded(NAME={"w": P(), "b": P(), "c": P()})
   -> V prefix | have no leaf ['c'], which has a spec | Pass jax.tree
 sharded(NAME=ORDERED) -> V prefix | the types of containers differ | Pass jax
-sharded(NAME=P("dta")) -> V NAME must name axes of the mesh, each once
-  | the only leaf names 'dta', and | Name one
-sharded(NAME=P(None, ("data", "dta"))) -> V axes of the mesh, each once
-  | names 'dta', and
-sharded(NAME=P(3)) -> V NAME must name axes of the mesh, each once
-  | the only leaf names 3
-sharded(NAME=P("data", None, "data")) -> V axes of the mesh, each once
-  | 'data' twice, and
+sharded(NAME=P("dta")) -> V NAME must name axes | the only leaf names 'dta', | Name one
+sharded(NAME=P(None, ("data", "dta"))) -> V axes of the mesh, each | names 'dta', and
+sharded(NAME=P(3)) -> V NAME must name axes of the mesh, each | the only leaf names 3
+sharded(NAME=P("data", None, "data")) -> V axes of the mesh, each | 'data' twice, and
 """
 DEVICES += "".join(SPECS.replace("NAME", x) for x in ("param_specs", "grad_specs"))
 
@@ -540,6 +540,8 @@ made(should_skip_update_fn=ga.drop_window_if_not_finite)
   -> V Pass should_drop_window_fn=ga_optax.drop_
 made(accumulator_dtype=jnp.int32) -> T floating dtype
 made(accumulator_dtype="number") -> T floating dtype
+started(accumulator_dtype={"dense": {"bias": None}})
+  -> V The dtype must be one for all leaves, or a prefix | Take the containers
 made(track_norm=1) -> T track_norm must be a Python bool
 made(opt=PLATEAU, mean_argnames="weight") -> V mean_argnames must name
 made(opt=PLATEAU, mean_argnames=("value", 3)) -> V mean_argnames must name
@@ -567,12 +569,13 @@ ACROSS = """
 apply(params=OTHER) -> V ['dense']['kernel'] | params
 flush(params=OTHER) -> V ['dense']['kernel'] | params
 TX.init(WHOLE) -> T leaf ['name'] of params | Pass a tree of arrays alone
+apply(grads=(1.0, GRADS)) -> V pair which value_and_grad returns: pass the second
+update(grads=((1.0, {}), GRADS)) -> V pair which value_and_grad returns: pass the second
 update(params=WHOLE) -> T leaf ['name'] of params | Pass a tree of arrays alone
 apply(params=WHOLE) -> T leaf ['name'] of params | Pass a tree of arrays alone
 apply(params=None) -> T params must be the parameters
 apply(value=ONE, **AVERAGES) -> V value must be a scalar | (1,)
-apply(value=3.0, state=STATE, **AVERAGES)
-  -> V must fit mean_argnames | while no window is open
+apply(value=3.0, state=STATE, **AVERAGES) -> V must fit mean_argnames | while no window
 apply(**AVERAGES) -> T value must be a real | every call
 apply(value="3", **AVERAGES) -> T value must be a real | every call
 update(of_tx={"opt": PLATEAU}) -> T 'value'
@@ -602,6 +605,9 @@ update(state={"mini_step": 1}) -> T must be a MultiStepsState | without a target
 ga.apply_gradients(TX, GRADS, DENSE, STATE) -> T swapped? | grads, state, params
 ga.apply_gradients(TX, STATE, GRADS, DENSE) -> T swapped? | grads, state, params
 ga.apply_gradients(CHAIN, GRADS, DENSE, HELD) -> T swapped? | grads, state, params
+ga.apply_gradients(SGD, SGD.init(DENSE), GRADS, DENSE) -> T swapped? | grads, state, par
+ga.apply_gradients(SGD, GRADS, DENSE, SGD.init(DENSE)) -> T swapped? | grads, state, par
+ga.apply_gradients(SGD, DENSE, GRADS, SGD.init(DENSE)) -> T swapped? | grads, state, par
 TX.update(GRADS, DENSE, STATE) -> T swapped? | grads, state, params
 TX.update(STATE, GRADS, DENSE) -> T swapped? | grads, state, params
 ga.flush(TX, DENSE, STATE) -> T swapped? | grads, state, params
@@ -677,27 +683,28 @@ added(weight=1j) -> T complex
 added(weight=jnp.complex64(1)) -> T real number, but it has dtype complex64 | Pass the
 ga.accumulator.init(DENSE, jnp.int32) -> T floating dtype
 ga.accumulator.init({"w": W, "f": jax.nn.relu}) -> T leaf ['f'] of params must be an arr
-continued(W, W) -> T must be the accumulator to continue
+continued(W, W) -> T must be the accumulator to continue | is of type float32. Start
+ga.accumulate(untraced, 2)(DENSE, X) -> T must be the | of type dict. Start with acc =
+ga.accumulate(untraced, 2)(DENSE, ga.accumulator.init(DENSE), X)
+  -> T must be the accumulator to continue | argument 1 is an accumulator. The order is
+ga.accumulate(untraced, 2)(*[ga.accumulator.init(DENSE)] * 2, X)
+  -> T and the only one | argument 1 is an accumulator. The order is
+added((1.0, GRADS)) -> V That is the pair which value_and_grad returns: pass the second
 continued(DENSE, OTHER) -> V ['dense']['kernel'] of the parameters
 continued(DENSE, {"dense": {"bias": ONE}}) -> V ['dense']['kernel'] is missing
 merged(jnp.ones(2), jnp.ones(3)) -> V ['a'] | (2,) | (3,)
 epoch(0, 5, 10, 1) -> V batch_size=10 and num_examples=5
 window("0", 10, 4, 2) -> T step must be an integer | '0'
 ga.blocks.report("x") -> T params must be an array or a number | str | of arrays alone
-ga.blocks.partition({"a": "x"}, 1)
-  -> T leaf ['a'] of params must be an array or a number
-ga.blocks.partition(DENSE, 3.5) -> T by must be a number of keys | 3.5 of type float
-  | Use 1
+ga.blocks.partition({"a": "x"}, 1) -> T leaf ['a'] of params must be an array or a
+ga.blocks.partition(DENSE, 3.5) -> T by must be a number of | 3.5 of type float | Use 1
 ga.blocks.replace(PARTS, DENSE, "dense", jax.tree.map(np.float16, DENSE["dense"]))
   -> V ['bias'] of the new tree must have dtype float32 | float16. | blocks.select
 ga.blocks.add(PARTS, np.ones((50, 50)), "dense", GRADS["dense"])
   -> T acc must be an Accumulator or | an array of shape (50, 50) | Make one
-ga.blocks.unflatten(PARTS, "x", SPEC)
-  -> T vector must be an array or a number | str | Pass a vector like
-ga.blocks.unflatten(PARTS, SPEC, VECTOR)
-  -> T spec must be of type Spec, but it is | Pass the spec that blocks.flatten
-ga.accumulator.merge(ga.accumulator.init(DENSE), GRADS)
-  -> T b must be of type Accumulator, but it is | Start with
+ga.blocks.unflatten(PARTS, "x", SPEC) -> T vector must be an | str | Pass a vector like
+ga.blocks.unflatten(PARTS, SPEC, VECTOR) -> T spec must be of type | Pass the spec that
+ga.accumulator.merge(ga.accumulator.init(DENSE), GRADS) -> T b must be of | Start with
 """
 for _code in ("add(DENSE, GRADS)", "mean(GRADS)"):
     FOLDS += f"ga.accumulator.{_code} -> T acc must be of type Accumulator, but it is"

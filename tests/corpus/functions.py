@@ -2,7 +2,7 @@
 
 Each is called in the ways that it takes, and the program of a micro-batch compared with
 that of all rows. `PYTHONPATH=tests python -m corpus.functions` prints
-docs/functions.md: which of them are computed whole.
+benchmarks/FUNCTIONS.md: which of them are computed whole.
 """
 
 import inspect
@@ -172,7 +172,7 @@ def whole(f):
 
 
 def page():
-    """docs/functions.md, which docs/rowwise.md includes."""
+    """benchmarks/FUNCTIONS.md, which docs/rowwise.md names."""
     every = {name: found for name, f in functions() if (found := whole(f))}
     alike = {}  # what is computed whole, by axis: the functions of which it is
     for name, found in every.items():
@@ -185,8 +185,8 @@ def page():
 must know of the others. The rest are right, too, but some call of theirs is
 computed whole in each micro-batch, in the memory of all rows: what is
 computed so stands beside them.
-`PYTHONPATH=tests python -m corpus.functions > docs/functions.md` prints this table, and
-`python tests/printed.py jax.numpy.sort` the row of one function.
+`PYTHONPATH=tests python -m corpus.functions > benchmarks/FUNCTIONS.md` prints this
+table, and `python tests/printed.py jax.numpy.sort` the row of one function.
 
 | functions | rows on axis 0 | rows on axis 1 |
 | --- | --- | --- |"""

@@ -31,7 +31,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 import ga_optax as ga
-from ga_optax._partition.custom import NoDerivativeError
+from ga_optax._passes.equation import NoDerivativeError
 
 BOUND, MOST = 1e-9, 1500
 AXES = {"x": 0, "y": 1, "z": 1, "ids": 0, "mask": 0}

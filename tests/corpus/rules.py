@@ -7,6 +7,7 @@ from helpers import on_cpus, with_rule
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+import ga_optax as ga  # noqa: F401, in the texts below
 from ga_optax import rowwise
 from ga_optax._passes import jaxprs
 from ga_optax._passes.primitives import TABLE
@@ -429,11 +430,10 @@ NESTED = {
     ],
     "rowwise": ["of_rows(h)", "derived(h, w)"],
     "associative_scan": [
-        "lax.associative_scan(affine, (unit(h), h @ w), reverse=True)",
-        "lax.associative_scan(jnp.matmul, matrices(h) / 4)",
-        "lax.associative_scan(lambda x, y: x + y + ids[0] * x * y, h[:, 1:] / 9)",
-        "jax.vmap(lambda b: lax.associative_scan(affine, (unit(h[:, 0]), b))[1], 1)(h)",
-        "lax.associative_scan(jnp.maximum, h, axis=1)",
+        "ga.associative_scan(affine, (unit(h), h @ w), reverse=True)",
+        "ga.associative_scan(jnp.matmul, matrices(h) / 4)",
+        "ga.associative_scan(lambda x, y: x + y + ids[0] * x * y, h[:, 1:] / 9)",
+        "ga.associative_scan(jnp.maximum, h, axis=1)",
     ],
     "custom_vjp_call": [lambda h, w, ids: doubled(h, w[0]), "clipped(h)", "ranked(h)"],
 }

@@ -10,6 +10,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
+import ga_optax as ga
+
 N = 12
 
 
@@ -180,7 +182,7 @@ def _recurrence(h, w, b):
     def combine(x, y):
         return x[0] * y[0], y[0] * x[1] + y[1]
 
-    return lax.associative_scan(combine, (jax.nn.sigmoid(h), h))[1]
+    return ga.associative_scan(combine, (jax.nn.sigmoid(h), h))[1]
 
 
 def _tied(h, w, b):

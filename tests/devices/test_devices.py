@@ -123,7 +123,6 @@ def test_one_all_reduce_for_any_number_of_micro_batches(kind, optimize, k):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("optimize", [True, False])
-@pytest.mark.quick
 def test_inside_a_shard_map_it_reduces_once(check_vma, optimize):
     fun = ga.value_and_grad(mean_loss, 4, data_axis="data", optimize=optimize)
     audit, got = mapped_and_run(fun, mesh_of(8), ROWS_APART, check_vma=check_vma)
@@ -243,7 +242,6 @@ def over_replicas(collectives):
     return [c for c in collectives if "replica" in (c.axes or ())]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("loss", [mean_loss, token_loss])
 @pytest.mark.parametrize("axes", [BOTH, BOTH[::-1]])
 def test_replicas_of_shards_are_summed_once_a_window(loss, axes):
@@ -388,10 +386,12 @@ def test_aux_keys_and_the_carry_are_put_together_over_all_devices():
         new = {"mean": (stats["mean"] + jnp.mean(x)) / 2, "count": stats["count"] + 1}
         new["most"] = jnp.maximum(stats["most"], x[0].astype(jnp.int32))
         aux = dict.fromkeys(MODES, x[0]) | {"rows": x.size, "high": x[0] > 5}
+        aux["peak"] = x[0] > 29
         keys = {"last": key, "stack": key, "drawn": jax.random.uniform(key)}
         return w * jnp.mean(x), (new, (aux, keys))
 
     modes = {mode: mode for mode in MODES} | {"rows": "sum", "high": "stack"}
+    modes["peak"] = "max"
     keys = {"last": "last", "stack": "stack", "drawn": "stack"}
     options = {"has_aux": True, "rng_argnums": 2, "carry_argnums": 3}
     fun = mean_of(loss, 2, aux=(modes, keys), data_axis="data", **options)
@@ -400,7 +400,7 @@ def test_aux_keys_and_the_carry_are_put_together_over_all_devices():
     mesh = mesh_of(8)
     audit, ((value, (new, (aux, keys))), _) = compiled_and_run(fun, mesh, *args)
     assert not audit.in_loop
-    assert (float(value), int(aux["rows"])) == (31.0, 32)
+    assert (float(value), int(aux["rows"]), bool(aux["peak"])) == (31.0, 32, True)
     np.testing.assert_array_equal(aux["high"], np.arange(0, 32, 2) > 5)
     for mode, of_mode in MODES.items():
         np.testing.assert_array_equal(aux[mode], of_mode(x[::2], None))

@@ -93,7 +93,6 @@ def test_where_rows_do_not_meet_every_option_is_there(name, loss, kind):
     assert distance(at_top_level(loss, name, kind), loss) < BOUND
 
 
-@pytest.mark.quick
 @FAST
 @pytest.mark.parametrize("loss", [picked, mapped])
 def test_rows_in_segments_of_devices_need_no_rows_of_others(loss):
@@ -290,26 +289,6 @@ def frozen(w, b, table, key):
     return jnp.std(h), aux
 
 
-@FAST
-@pytest.mark.grid(1, 2)
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
-def test_an_argument_without_a_role_may_lie_on_the_mesh(kind):
-    mesh = mesh_of(kind=kind)
-    w, table, x = (array(n, 3) for n in (3, 7, 16))
-    batch, key = {"x": x, "id": jnp.arange(16) * 3 % 7}, jax.random.key(0)
-    want = jax.jit(jax.value_and_grad(frozen, has_aux=True))(w, batch, table, key)
-    args = put((w, batch, table, key), mesh, (P(), P("data"), P(), P()))
-    axis = {"data_axis": ga.DataAxis("data", mesh=mesh)}
-    step = ga.value_and_grad(frozen, 2, has_aux=True, **axis)
-    of_grad = ga.microbatch(jax.value_and_grad(frozen, has_aux=True), 2, **axis)
-    for run in (jax.jit(of_grad), jax.jit(step), step):
-        assert close(run(*args), want)
-    with jax.set_mesh(mesh):
-        assert close(jax.jit(step)(*args), want)
-    found = ga.batch_dependencies(frozen, 2, has_aux=True, **axis)(*args)
-    assert found.num_microbatches == 8
-
-
 LAYERS, HIDDEN = 8, 128
 
 
@@ -398,33 +377,6 @@ def test_a_frozen_argument_stays_sharded_and_is_gathered_layer_by_layer(options)
         assert [bool(c.loops) for c in merges] == [False]
         most, least = 2 * K * nbytes / 4, (2 - unrolls) * K * nbytes / 4
         assert least <= sum(c.total_bytes for c in gathers) <= most
-
-
-@pytest.mark.slow
-@FAST
-@pytest.mark.parametrize("way", ["vmap", "gradient"])
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_then_a_step_is_transformed_like_one_of_a_whole_argument(way, kind):
-    mesh = mesh_of(kind=kind)
-    p = {"a": array(2, HIDDEN, 2) / 8, "b": array(2, 2, HIDDEN) / 8}
-    x, base = array(ROWS, HIDDEN), array(2, HIDDEN, HIDDEN, scale=0.1)
-
-    def transformed(make, **options):
-        step = make(adapted, K, **options)
-        if way == "vmap":
-            return jax.vmap(step, (None, None, 0))
-        return lambda p, x, base: jax.grad(
-            lambda base: sum(map(jnp.vdot, *[jax.tree.leaves(step(p, x, base)[1])] * 2))
-        )(base)
-
-    bases, spec = base, P(None, "data")
-    if way == "vmap":
-        bases, spec = jnp.stack([base, -base]), P(None, None, "data")
-    args = put((p, x, bases), mesh, (P(), P("data"), spec))
-    want = transformed(lambda fun, k: jax.value_and_grad(fun))(p, x, bases)
-    for make in ga.value_and_grad, mean_of:
-        got = transformed(make, data_axis=ga.DataAxis("data", mesh=mesh))
-        assert close(jax.jit(got)(*args), want)
 
 
 def test_a_frozen_argument_on_every_device_is_not_gathered():

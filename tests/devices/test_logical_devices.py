@@ -1,6 +1,5 @@
 """Logical devices: the same bits on any number of devices that divides them."""
 
-import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,6 +72,24 @@ def test_no_two_logical_devices_have_the_same_key():
     assert len({*np.ravel(found).tolist()}) == L
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("n", [1, 4])
+def test_extremes_are_those_of_all_logical_devices(n):
+    mesh, batch = mesh_of(n), normal(ROWS, WIDTH, seed=8)
+    options = {"has_aux": True, "aux": ("max", "min")}
+    fun = mean_of(
+        lambda w, x: (w * jnp.mean(x), (jnp.max(x, 0), jnp.min(x, 0))),
+        2,
+        data_axis=logical(mesh),
+        **options,
+    )
+    (_, found), _ = ran(fun, mesh, jnp.float32(1), batch)
+    np.testing.assert_array_equal(found, (batch.max(0), batch.min(0)))
+    last = batch[-ROWS // L :]  # the twin
+    assert (last.max(0) < batch.max(0)).any()
+    assert (last.min(0) > batch.min(0)).any()
+
+
 @pytest.mark.grid(2)
 @pytest.mark.parametrize(
     "spec", [P(), P("a"), P(None, "b"), P(("b", "a")), P("b", "a")], ids=str
@@ -98,21 +115,6 @@ def compiled(loss, n, *shape):
     args = put(normal(*shape, seed=14), mesh, P()), put(batch, mesh, P("data"))
     program = fun.lower(*args).compile()
     return bits(program(*args)), program.as_text()
-
-
-def attention(params, x):
-    h = x * params[None]
-    scores = h[:, :, None] * h[:, None] / 3
-    return jnp.mean(jnp.sum(jax.nn.softmax(scores) * h[:, None], -1) ** 2)
-
-
-@pytest.mark.slow
-def test_the_twin_without_merging_duplicates_differs_on_one_device(monkeypatch):
-    (first, _), (second, _) = (compiled(attention, n, WIDTH) for n in (2, 1))
-    assert first == second
-    helpers.without_pass(monkeypatch, "duplicates")
-    (first, _), (second, _) = (compiled(attention, n, WIDTH) for n in (2, 1))
-    assert first != second
 
 
 def twice(params, x):

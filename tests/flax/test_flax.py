@@ -284,6 +284,25 @@ def test_value_gradients_aux_and_variables_are_those_of_one_call(argnums):
 
 
 @FAST
+@pytest.mark.parametrize("argnums", [0, nnx.DiffState(0, nnx.Param)])
+def test_dtypes_of_sums_may_be_a_tree_of_the_variables(argnums):
+    """Their sums of 1,024 ones are 1,024 in float32, and 256 in bfloat16."""
+    model, x = linear(1), jnp.ones((1024, 1))
+
+    def step(dtype):
+        options = {"argnums": argnums, "accumulator_dtype": dtype}
+        fun = value_and_grad(lambda m, x: jnp.sum(m(x)), 1024, **options)
+        return fun(model, x)[1]
+
+    tree = jax.tree.map(lambda _: jnp.bfloat16, nnx.state(model, nnx.Param))
+    tree["bias"] = jax.tree.map(lambda _: jnp.float32, tree["bias"])
+    found, due = step(tree), {"kernel": 256, "bias": 1024}
+    assert {name: x[...].sum() for name, x in found.items()} == due
+    assert {float(x[...].sum()) for x in step(jnp.bfloat16).values()} == {256}  # twin
+    says(lambda: step({"kernel": None}), ValueError, "accumulator_dtype must be one")
+
+
+@FAST
 def test_where_rows_of_a_module_meet_is_what_the_step_does():
     with jax.enable_x64(True):
         model = Noisy()
@@ -433,7 +452,7 @@ for _of in ("accumulate", "value_and_grad", "batch_dependencies"):
     ERRORS += f"""
 called({_of}, argnums=LORA) -> V selection of argnums in argument 0
 called({_of}, has_aux=True) -> T fun must return
-called({_of}, num_microbatches=64) -> V must divide
+called({_of}, num_microbatches=64) -> V num_microbatches=64 must
 called({_of}, batch_argnums=(1, 2)) -> V names 2, and the call has 2
 called({_of}, batch_argnums=-3) -> V names -3, and the call has 2
 """
@@ -529,30 +548,6 @@ def test_fp8_scales_are_those_of_the_whole_batch(data_axis, name):
         for scales in (due, alone)
     )
     assert largest < 0.5 * of_alone
-
-
-@pytest.mark.slow
-def test_fp8_layers_run_once_in_a_quarter_of_the_memory():
-    class Layers(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            for width in (256, 64) * 2:
-                x = jnp.tanh(nn.Dense(width, dot_general_cls=Fp8.op)(x))
-            return x
-
-    model, args = Layers(), (jax.random.key(0), jnp.ones((2048, 64)))
-    params = jax.eval_shape(model.init, *args)
-
-    def loss(params, x):
-        return jnp.mean(jnp.square(model.apply(params, x)))
-
-    ours, whole = (
-        jax.jit(fun).lower(params, args[1]).compile().memory_analysis()
-        for fun in (ga.value_and_grad(loss, 8), jax.value_and_grad(loss))
-    )
-    assert ours.temp_size_in_bytes <= whole.temp_size_in_bytes / 4
-    found = ga.batch_dependencies(loss, 8)(params, args[1])
-    assert (found.forward_passes, found.backward_passes) == (1, 1)
 
 
 def test_gradients_of_modules_outside_of_jit_warn_once():

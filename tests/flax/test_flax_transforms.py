@@ -8,7 +8,6 @@ from flax import nnx
 from helpers import mesh_of
 from test_flax import K, in_float64, one_after_another
 
-import ga_optax as ga
 import ga_optax.flax
 
 pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation")
@@ -104,20 +103,3 @@ def test_a_transform_inside_is_as_in_nnx(name, options):
         if "cond" not in name:  # the twin: its layer alone has no statistics
             with pytest.raises(AssertionError):
                 assert_close(apart, due)
-
-
-def test_what_a_rematerialised_layer_leaves_alone_does_not_cross_the_network():
-    class Frozen(nnx.Module):
-        def __init__(self):
-            self.scale = nnx.Param(jnp.ones(2))
-            self.table = nnx.Variable(jnp.ones((64, 64)))
-
-    def loss(model, x):
-        call = nnx.remat(lambda model, x: x * model.scale[...] + model.table[0, :2])
-        return jnp.mean(call(model, x))
-
-    step = ga_optax.flax.value_and_grad(loss, 2, data_axis="data")
-    with jax.set_mesh(mesh_of(2)):
-        program = nnx.jit(step).lower(Frozen(), jnp.ones((8, 2))).compile()
-    found = ga.audit(program.as_text()).collectives
-    assert 0 < sum(one.num_bytes for one in found) < 64

@@ -263,7 +263,7 @@ def test_small_gradients_keep_their_digits():
 @pytest.mark.cpu
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fnuz, jnp.float8_e5m2fnuz])
 def test_xla_casts_what_rounds_to_minus_zero_to_nan_in_a_loop(dtype):
-    """A plain program: docs/recipes.md says it. If this fails, XLA is mended."""
+    """A plain program, as docs/recipes/language.md says. If it fails, XLA is mended."""
 
     def low(x):
         return x.astype(dtype).astype(jnp.float32)

@@ -207,61 +207,6 @@ def barriers(text):
 
 
 @pytest.mark.cpu
-@pytest.mark.grid(5)
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
-@pytest.mark.parametrize("dtype", [jnp.float32, NARROW])
-@pytest.mark.parametrize("scans", [False, True])
-@pytest.mark.parametrize("shares", [True, False])
-def test_products_that_share_an_operand_are_fenced_on_gpus(wrap, dtype, scans, shares):
-    @wrap
-    def layer(h, w):
-        inputs = [h, h, h] if shares else [h, jnp.sin(h), jnp.cos(h)]
-        q, k, v = (x @ y for x, y in zip(inputs, w, strict=True))
-        return jax.nn.softmax(q @ k.T) @ v
-
-    def loss(w, x):
-        w, h = [y.astype(dtype) for y in w], x.astype(dtype)
-        if scans:
-            h, _ = jax.lax.scan(lambda h, w: (layer(h, w), None), h, w)
-        else:
-            h = layer(h, w)
-        return jnp.mean(wide(h) ** 2)
-
-    args = [jnp.ones((3, 8, 8) if scans else (8, 8))] * 3, jnp.ones((8, 8))
-    stays_narrow = scans and dtype == NARROW and not micro_step.HAS_REFS
-    found = barriers_of_gpus(helpers.mean_of(loss, 2), *args)
-    assert found == (3 if shares and not stays_narrow else 0)
-
-
-@pytest.mark.parametrize(
-    ("reads", "inside"),
-    [
-        (narrow, 1),
-        (jax.jit(narrow), 1),
-        (lambda w: w, 0),
-        (lambda w: narrow(w) + narrow(jnp.sum(w)), 0),  # it is read as it is, too
-        (wide, 0),
-    ],
-)
-def test_what_is_cast_as_a_whole_is_cast_in_the_loop_on_tpus(
-    reads, inside, monkeypatch
-):
-    one_device(monkeypatch)
-
-    def loss(w, x):
-        w = reads(w)
-        return jnp.mean(wide(x.astype(w.dtype) @ w) ** 2)
-
-    def subtractions(k, platform):
-        args = jnp.ones((8, 8)), jnp.ones((16, 8))
-        text = text_for(platform, ga.value_and_grad(loss, k), *args)
-        return len(re.findall(r"stablehlo.subtract .* tensor<8x8xf32>", text))
-
-    assert [subtractions(2, name) for name in ("tpu", "cpu", "cuda")] == [inside, 0, 0]
-    assert not subtractions(1, "tpu")  # there is no loop
-
-
-@pytest.mark.cpu
 @pytest.mark.parametrize(
     ("flags", "fences"),
     [

@@ -11,7 +11,6 @@ from helpers import in_calls, mean_of, normal
 import ga_optax as ga
 from ga_optax import accumulator
 from ga_optax._loop import micro_step
-from ga_optax._passes import jaxprs
 from ga_optax.testing import assert_trees_bitwise_equal
 
 K = 4
@@ -179,17 +178,6 @@ def test_with_a_table_that_the_loss_computes_groupings_agree(layer, monkeypatch)
     # The twin: XLA hoists it out of a loop of several micro-steps, and not out of one.
     helpers.without_pass(monkeypatch, "constants")
     assert agree(loss) != helpers.on_cpus()
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("layer", [rotated, jax.checkpoint(rotated)])
-def test_a_table_is_computed_before_the_loop(layer):
-    step = mean_of(lambda w, x: jnp.mean(layer(w, x) ** 2), K)
-    program = jax.make_jaxpr(step)(normal(WIDTH, WIDTH), normal(K * 8, WIDTH)).jaxpr
-    names = lambda es: {e.primitive.name for e in es}  # noqa: E731
-    [loop] = [e for e in jaxprs.equations(program) if jaxprs.kind(e) == "scan"]
-    assert "cos" in names(jaxprs.equations(program))
-    assert "cos" not in names(jaxprs.within(loop))
 
 
 @pytest.mark.cpu

@@ -10,7 +10,7 @@ pytestmark = [
     pytest.mark.usefixtures("optax_promotion"),
     pytest.mark.filterwarnings("ignore"),  # of functions for what they are asked with
 ]
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "functions.md"
+PAGE = pathlib.Path(__file__).parents[2] / "benchmarks" / "FUNCTIONS.md"
 
 
 @pytest.mark.exhaustive

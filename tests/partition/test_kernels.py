@@ -205,23 +205,6 @@ def test_the_numbers_of_one_that_is_split_all_the_same_are_wrong(name, monkeypat
     assert not error(loss, K, *FEW) < BOUND
 
 
-def test_in_layers_that_are_scanned_and_under_checkpoint_it_is_split_too():
-    fun = jax.custom_vjp(kernel())
-    back = kernel("", [array(), array()])
-    fun.defvjp(lambda h: (fun(h), h), lambda h, ct: (back(h, ct),))
-
-    @jax.checkpoint
-    def layer(h, w):
-        return h + fun(h @ w), None
-
-    def loss(params, x):
-        return tail(jax.lax.scan(layer, x, params)[0])
-
-    args = jnp.stack([FEW[0], FEW[0].T]), FEW[1]
-    assert computed_whole(loss, *args) == set()
-    assert error(loss, K, *args) < BOUND
-
-
 def flash(q, k, v):
     tpu = pytest.importorskip("jax.experimental.pallas.ops.tpu.flash_attention")
     return tpu.flash_attention(q, k, v, causal=True)

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from corpus.harness import partitioned
 from helpers import error, mesh_of, off, put, undivided
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
@@ -181,16 +180,6 @@ def test_rows_meet_in_a_rule_as_they_do_anywhere(name):
         assert error(fun, K, *arguments(), accumulator_dtype="float64") < BOUND
         found = ga.batch_dependencies(fun, K)(*arguments())
     assert not any("custom" in x.name for x in found.whole)  # but `sort`, maybe
-
-
-@pytest.mark.parametrize("name", [x for x in RULES if "an array" in x])
-def test_an_array_that_a_rule_closes_over_is_a_constant_of_its_program(name):
-    """Newer JAX has it among the arguments of that program."""
-    h = jax.ShapeDtypeStruct((8, D), jnp.float32)
-    ids = jax.ShapeDtypeStruct((8,), jnp.int32)
-    _, part = partitioned(lambda h, w, ids: RULES[name](h, w[0, 0]), (h, h, ids))
-    assert part.failures == part.whole == []
-    assert not part.meets
 
 
 @pytest.mark.quick

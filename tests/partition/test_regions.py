@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import error, mesh_of, normal, temporaries
+from helpers import error, mesh_of, normal
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
@@ -124,19 +124,6 @@ def test_rows_that_are_taken_for_those_of_others_are_found(monkeypatch):
     assert error(of_places, K, *arguments(), **EACH) < BOUND
     monkeypatch.setattr(nested, "_on_device", lambda layout, *args, **kw: layout)
     assert error(of_places, K, *arguments(), **EACH) > 1e-3
-
-
-def test_it_takes_the_memory_of_a_micro_batch(monkeypatch):
-    params, x = arguments(1024, 32, 128)
-
-    def needs():
-        return temporaries(jax.jit(ga.value_and_grad(of_weights, 8)), params, x)
-
-    undivided = temporaries(jax.jit(jax.value_and_grad(of_weights)), params, x)
-    split = 2 * x.nbytes  # the batch, as micro-batches have it
-    assert needs() - split < undivided / 4
-    monkeypatch.setattr(nested, "_on_device", lambda *args, **kw: None)
-    assert needs() > 0.9 * undivided
 
 
 # -- Over other axes than the data axis ------------------------------------------------

@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from corpus.harness import (
     VIEWS,
@@ -26,13 +25,12 @@ from corpus.harness import (
 )
 from corpus.rules import CASES, CUT, EXAMPLES, LINEAR, NEW, D
 from corpus.steps import clipped
-from helpers import apart, mesh_of, off, put, temporaries
+from helpers import apart, mesh_of, off, put
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax._partition import factors
-from ga_optax._partition import partitioned as partition_partitioned
+from ga_optax._partition import created, linear, rules
 from ga_optax._partition.held import WHOLE, Rows
 from ga_optax._passes import equation
 from ga_optax._passes.primitives import APART, TABLE
@@ -41,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("optax_promotion", "fast_compilation", "flo
 # In float64: of at most some hundred terms, conditioned no worse than 1e4.
 BOUND = 1e-10
 WRONG = 1e-6
-RULES = partition_partitioned.RULES
+RULES = rules.RULES
 
 CASES = CASES | {f"linear {name}": [case] for name, case in LINEAR.items()}
 
@@ -88,7 +86,6 @@ MOVING = [key for key in CASES if key not in (*BY_NUMBER, *NEW) and " " not in k
 def test_only_what_needs_all_rows_is_computed_whole(key):
     views = [seen(case, "as they are") for case in CASES[key]]
     parts = [partitioned(fun, arguments())[1] for fun in views]
-    assert [part.failures for part in parts] == [[]] * len(parts)
     assert [i for i, x in enumerate(parts) if x.whole] == NEEDS_ALL.get(key, [])
 
 
@@ -106,9 +103,7 @@ def test_every_primitive_of_the_table_has_a_case():
     there.add(f"linear {APART}")
     there |= {f"dot_product_attention_{way}_wrapper" for way in ("fwd", "bwd")}
     assert keys - there == set(CASES)
-    assert {partition_partitioned._OPEN[name] for name in CUT} == set(
-        partition_partitioned._OPEN.values()
-    )
+    assert {created._OPEN[name] for name in CUT} == set(created._OPEN.values())
 
 
 def without(key):
@@ -140,7 +135,6 @@ def test_functions_of_rows_are_right_in_one_program():
 
     args = arguments()
     closed, part = partitioned(every, args)
-    assert part.failures == []
     out = jax.jit(functools.partial(of_each, closed, part))(*args)
     want = jax.jit(every)(*args)
     got = jax.tree.unflatten(jax.tree.structure(want), joined(out, part, closed))
@@ -191,7 +185,7 @@ def test_the_rows_of_the_table_are_where_those_of_the_types_of_jax_are():
 def test_a_rule_that_gives_something_else_is_found(key, monkeypatch):
     args, given, found = arguments(), set(), set()
     if key.startswith("linear"):  # as where the sum costs more than the equation
-        monkeypatch.setattr(factors, "_THERE_AND_BACK", 0)
+        monkeypatch.setattr(linear, "THERE_AND_BACK", 0)
     for fun in functions(key):
         with with_rules(in_rule(key, noted(here := set()))):
             over_micro_batches(fun, args)
@@ -204,7 +198,7 @@ def test_a_rule_that_gives_something_else_is_found(key, monkeypatch):
 
 @of_each_key(CUT, 3)
 def test_rows_computed_from_those_of_something_else_are_found(monkeypatch, key):
-    args, rule = arguments(), partition_partitioned._OPEN[key]
+    args, rule = arguments(), created._OPEN[key]
     functions = [seen(CUT[key], view) for view in VIEWS]
 
     def right():
@@ -215,10 +209,10 @@ def test_rows_computed_from_those_of_something_else_are_found(monkeypatch, key):
         return x if x is None else other_rows(x, rows.dim)
 
     assert all(right())
-    monkeypatch.setitem(partition_partitioned._OPEN, key, broken)
+    monkeypatch.setitem(created._OPEN, key, broken)
     assert any(is_wrong(fun, args) for fun in functions)
     # And without a rule they are cut from all.
-    monkeypatch.delitem(partition_partitioned._OPEN, key)
+    monkeypatch.delitem(created._OPEN, key)
     assert all(right())
 
 
@@ -310,131 +304,3 @@ def test_rows_that_move_are_stored_as_they_were_or_not_at_all(name, copies):
     stacks = [m.type.shape for m in found.meetings if m.kind == "stack"]
     of_all = [x for x in found.kept if x.kind == "shared" and x.shape]
     assert (stacks, of_all) == ([(N // 4, D)] * copies, [])
-
-
-# -- What looks back at how a value was made -------------------------------------------
-
-
-class Moved:
-    """Random moves between a value and what is made of it; all axes are of one length.
-
-    So a rule that looks back, and forgets where an axis went, still fits.
-    """
-
-    def __init__(self, seed):
-        self.rng = np.random.default_rng(seed)
-
-    def pick(self, *choices):
-        return choices[self.rng.integers(len(choices))]
-
-    def axes(self, rank, number=None):
-        number = self.rng.integers(1, rank + 1) if number is None else number
-        return [int(d) for d in self.rng.permutation(rank)[:number]]
-
-    def turned(self, v):
-        return jnp.transpose(v, self.axes(v.ndim, v.ndim))
-
-    def spread(self, v, rank):
-        """The value with new axes, so that it has as many, and turned."""
-        v = self.turned(jnp.squeeze(v))
-        axes, whole = sorted(self.axes(rank, v.ndim)), (N,) * rank
-        shape = [N if d in axes else 1 for d in range(rank)]
-        return self.pick(
-            lambda v: jax.lax.broadcast_in_dim(v, whole, axes),
-            lambda v: jnp.broadcast_to(v.reshape(shape), whole),
-        )(v)
-
-    def moved(self, v):
-        """In the same shape: turned, by one place, or through another shape."""
-        d, order = self.axes(v.ndim)[0], self.pick("C", "F")
-        return self.pick(
-            self.turned,
-            lambda v: jnp.moveaxis(jnp.roll(v, 1, d), d, 0),
-            lambda v: v.reshape((4, -1), order=order).reshape(v.shape),
-            lambda v: jax.vmap(self.turned, d, self.axes(v.ndim)[0])(v),
-        )(v)
-
-    def extremum(self, v):
-        """Numbers, doubled where they are an extremum of theirs, wherever that lies."""
-        keeps, axes = self.pick(True, False), tuple(self.axes(v.ndim))
-        found = self.pick(jnp.max, jnp.min)(v, axes, keepdims=keeps)
-        u = self.pick(v, v, self.turned(v))
-        pair = [u, self.spread(found, v.ndim)][:: self.pick(1, -1)]
-        return jnp.where(self.pick(jnp.equal, jnp.less_equal)(*pair), 2 * v, v)
-
-    def created(self, v):
-        return v * self.moved(self.spread(jnp.arange(1.0, N + 1), v.ndim))
-
-    def of_pairs(self, v):
-        f = self.pick(jax.nn.softmax, jax.nn.log_softmax, jnp.cumsum)
-        return f(self.moved(v) @ self.moved(v) / N, axis=self.axes(v.ndim)[0])
-
-    def counted(self, v):
-        """Numbers by an index of two columns, of which one may count rows."""
-        rows, others = jnp.arange(N)[:, None], (jnp.arange(N) * 5 % N)[:, None]
-        columns = self.pick((rows, others), (others, rows), (rows, rows))
-        spread = jax.lax.broadcast_in_dim
-        at = self.pick(
-            lambda at: spread(at, (N, 2, 2), (0, 1)),
-            lambda at: spread(at, (N, 2, 2), (0, 2)),
-            lambda at: spread(at, (N, N, 2), (1, 2)),
-            lambda at: spread(at, (N, 2, 2), (0, 2)).reshape(-1, 2),
-        )(jnp.concatenate(columns, 1))
-        kept = tuple(range(at.ndim - 1, at.ndim + v.ndim - 3))
-        numbers = jax.lax.GatherDimensionNumbers(kept, (0, 1), (0, 1))
-        return jax.lax.gather(v, at, numbers, (1, 1, *v.shape[2:]), mode="clip")
-
-
-def looked_back(seed):
-    def case(h, w, ids):
-        g = Moved(seed)
-        v = jnp.concatenate([h, 2 * h], 1)  # exact, wherever it is computed
-        v = g.pick(v, v.T, v[:, None] * 2.0 ** jnp.arange(N)[:, None])
-        v = g.moved(g.pick(g.extremum, g.created, g.moved)(v))
-        return g.pick(g.extremum, g.counted, g.of_pairs)(v)
-
-    return case
-
-
-@pytest.mark.slow
-@pytest.mark.grid(1, 8)
-@pytest.mark.parametrize("first", range(0, 192, 6))
-def test_what_looks_back_at_how_a_value_was_made_knows_where_its_axes_went(first):
-    cases, args = [looked_back(seed) for seed in range(first, first + 6)], arguments()
-
-    def every(*args):
-        return [case(*args) for case in cases]
-
-    closed, part = partitioned(every, args)
-    assert part.failures == []
-    got = joined(jax.jit(functools.partial(of_each, closed, part))(*args), part, closed)
-    pairs = zip(got, jax.jit(every)(*args), strict=True)
-    assert [first + i for i, (x, y) in enumerate(pairs) if not off(x, y) < BOUND] == []
-    assert off([derivative(every, args)], [whole_derivative(every, args)]) < BOUND
-
-
-def clipped_mean(kernel, x):
-    """The mean of clipped gradients of single rows, as in private training."""
-
-    def one(kernel, x):
-        found = jax.lax.conv(x[None], kernel, (1, 1), "SAME")
-        return jnp.sum(jnp.tanh(found).mean((2, 3)) ** 2)
-
-    grads = jax.vmap(jax.grad(one), (None, 0))(kernel, x)
-    norm = jnp.sqrt(jnp.sum(grads**2, (1, 2, 3, 4), keepdims=True) + 1e-6)
-    return jnp.mean(grads / jnp.maximum(1, norm), 0)
-
-
-@pytest.mark.cpu
-def test_gradients_of_rows_through_a_convolution_take_the_memory_of_a_few(monkeypatch):
-    kernel, x = jnp.ones((8, 3, 3, 3), "f4") / 9, jnp.ones((32, 3, 16, 16), "f4")
-    whole, one = (
-        temporaries(jax.jit(clipped_mean), kernel, rows) for rows in (x, x[:4])
-    )
-
-    def taken():
-        return temporaries(jax.jit(ga.microbatch(clipped_mean, 8)), kernel, x)
-
-    assert taken() < 1.2 * one < 0.5 * whole
-    monkeypatch.delitem(RULES.known, "conv_general_dilated")  # the twin
-    assert taken() > 2 * one

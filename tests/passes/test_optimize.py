@@ -9,6 +9,7 @@ from helpers import bits, mean_of, plain_scan, python
 from helpers import squares as loss
 
 import ga_optax as ga
+from ga_optax import accumulator
 from ga_optax._passes import jaxprs
 
 W = jnp.full((3, 3), 0.1)
@@ -25,6 +26,8 @@ FENCES = {
     *("optimization_barrier", "ga_optax_window", "reduce_precision"),
     *("cond", "new_ref", "sort"),
 }
+# Some versions of XLA need one on each carry, whatever is switched off.
+ON_CARRIES = {"optimization_barrier"} if accumulator.LOSES_ROWS else set()
 
 
 def dropped(w, x):
@@ -57,7 +60,7 @@ def test_it_is_the_scan_that_one_would_write(fun, make, options):
     found = names(make(fun, 4, optimize=False, **options), W, X)
     assert found["scan"] == 1
     assert found["dot_general"] == names(plain_scan(loss, 4), W, X)["dot_general"]
-    assert not FENCES & found.keys()
+    assert FENCES & found.keys() <= ON_CARRIES
     # The twins: with passes there are fences, and where rows meet one more loop.
     assert FENCES & names(make(fun, 4, **options), W, X).keys()
     assert names(ga.value_and_grad(root, 4, optimize=False), W, X)["scan"] > 1
@@ -80,12 +83,8 @@ def test_what_keeps_bits_in_every_grouping_is_for_accumulate_alone():
 
 
 def is_plain(**options):
-    def scanned(params, x):
-        h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params)
-        return jnp.mean(h**2)
-
-    step = ga.value_and_grad(scanned, 4, **options)
-    return not FENCES & names(step, jnp.stack([W] * 3), X).keys()
+    # With passes, `accumulate` has fences in all versions.
+    return FENCES & names(added(loss, 4, **options), W, X).keys() <= ON_CARRIES
 
 
 def test_the_config_and_the_argument_both_switch_it_off():
@@ -107,14 +106,13 @@ def test_the_config_and_the_argument_both_switch_it_off():
     ("name", "value", "answer"),
     [
         ("OPTIMIZE", "maybe", "GA_OPTAX_OPTIMIZE must be 0 or 1, but it is 'maybe'"),
-        ("OPTIMIZE", "0", "False False"),
-        ("OPTIMIZE", "1", "True False"),
-        ("OPTIMIZE", "false", "False False"),
-        ("WHOLE_DRAWS", "1", f"{ga.config.optimize} True"),
+        ("OPTIMIZE", "0", "False"),
+        ("OPTIMIZE", "1", "True"),
+        ("OPTIMIZE", "false", "False"),
     ],
 )
 def test_the_environment_sets_it(name, value, answer):
-    program = "from ga_optax import config; print(config.optimize, config.whole_draws)"
+    program = "from ga_optax import config; print(config.optimize)"
     run = python("-c", program, **{f"GA_OPTAX_{name}": value})
     assert answer in (run.stderr if run.returncode else run.stdout)
     assert bool(run.returncode) == (value == "maybe")

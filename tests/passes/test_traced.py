@@ -13,7 +13,7 @@ from jax.interpreters import ad
 import ga_optax as ga
 from ga_optax import accumulator
 from ga_optax._partition import nested
-from ga_optax._passes import equation, jaxprs, products
+from ga_optax._passes import jaxprs, new_primitive, pullback
 from ga_optax._window import levels
 
 LAYERS, WIDTH = 6, 4
@@ -141,7 +141,7 @@ def test_it_is_the_program_of_jax(loss, dtype, monkeypatch):
         return helpers.bits(jax.jit(step)(*arguments(dtype))), counts
 
     bits, counts = found()
-    monkeypatch.setattr(products, "with_pullback", by_jax)
+    monkeypatch.setattr(pullback, "with_pullback_of_equals", by_jax)
     assert found() == (bits, counts)
 
 
@@ -162,16 +162,16 @@ def runs_of_a_rule(loss, monkeypatch):
 def test_a_rule_is_run_once_for_all_layers(monkeypatch):
     number = runs_of_a_rule(dense, monkeypatch)
     assert number() == 1
-    monkeypatch.setattr(products, "with_pullback", by_jax)
+    monkeypatch.setattr(pullback, "with_pullback_of_equals", by_jax)
     assert number() == LAYERS
 
 
 def test_a_rule_is_run_once_for_all_loops_of_a_window(monkeypatch):
     number = runs_of_a_rule(normed, monkeypatch)
     assert number() == 1
-    by_itself, known = products.with_pullback, products.Known
+    by_itself, known = pullback.with_pullback_of_equals, pullback.Known
     new = lambda *args: by_itself(*args[:3], known())  # noqa: E731
-    monkeypatch.setattr(products, "with_pullback", new)
+    monkeypatch.setattr(pullback, "with_pullback_of_equals", new)
     assert number() > 1
 
 
@@ -199,7 +199,7 @@ def test_equations_that_are_copied_are_those_that_jax_would_write(loss, monkeypa
     copied, runs = text(), []
     monkeypatch.setattr(levels, "copied", jax.core.eval_jaxpr)
     monkeypatch.setattr(
-        equation, "_is_plain", lambda *_: runs.append(1)
+        new_primitive, "_is_plain", lambda *_: runs.append(1)
     )  # the lowering traces
     assert text() == copied
     assert runs
@@ -226,9 +226,9 @@ def test_a_rule_that_no_tangent_reaches_does_not_run():
 
 
 def test_without_it_a_future_jax_differentiates(monkeypatch):
-    expected = jax.jit(ga.value_and_grad(dense, 2))(*arguments())
-    monkeypatch.setattr(products, "with_pullback", None)
-    with pytest.warns(UserWarning, match="The pass 'backward' of ga_optax"):
+    expected = jax.jit(ga.value_and_grad(dense, 2, optimize=False))(*arguments())
+    monkeypatch.setattr(pullback, "with_pullback_of_equals", None)
+    with pytest.warns(UserWarning, match="NoneType.*optimize=False"):
         got = jax.jit(ga.value_and_grad(dense, 2))(*arguments())
     assert helpers.bits(got) == helpers.bits(expected)
 
@@ -259,8 +259,9 @@ def test_jax_runs_the_rules_of_alike_layers_on_one_program(name, monkeypatch):
     (few, calls), (many, more) = map(programs, (2, 7))
     assert few == many
     assert calls < more
-    monkeypatch.setattr(products, "with_pullback", by_jax)  # it joins them, too
-    monkeypatch.setattr(nested, "key_of", lambda *given: object())  # the twin
+    # The twin: the pullback joins them, too.
+    monkeypatch.setattr(pullback, "with_pullback_of_equals", by_jax)
+    monkeypatch.setattr(nested, "key_of", lambda *given: object())
     assert programs(2)[0] < programs(7)[0]
 
 

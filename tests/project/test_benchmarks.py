@@ -12,7 +12,9 @@ pytest.importorskip("matplotlib")
 COMMITTED = ROOT / "benchmarks" / "results"
 PICTURES = ROOT / "docs" / "pictures"
 
-pictures, record, suite = of_benchmarks("pictures", "record", "suite")
+pictures, record, result_tables, suite = of_benchmarks(
+    "pictures", "record", "result_tables", "suite"
+)
 
 
 def run(script, *arguments, **environment):
@@ -68,6 +70,15 @@ def test_the_committed_pictures_were_drawn_from_the_committed_files():
         text = (PICTURES / f"{name}.svg").read_text("utf-8")
         assert pictures.digest(COMMITTED / file) in text
         assert len(text) < 150_000
+
+
+def test_the_tables_of_results_are_those_of_the_committed_files():
+    """And one number that is another one would be seen."""
+    text = result_tables.PAGE.read_text("utf-8")
+    assert len(result_tables.TABLE.findall(text)) > 40
+    assert result_tables.printed(text) == text
+    other = text.replace("| 1 |", "| 2 |", 1)
+    assert result_tables.printed(other) == text != other
 
 
 def test_the_gpu_benchmark_runs_from_end_to_end():

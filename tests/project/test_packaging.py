@@ -68,7 +68,7 @@ def test_the_wheel_holds_every_module_the_type_marker_and_no_test(installed):
 @published
 def test_the_sdist_holds_what_a_reader_and_a_tester_need(installed):
     due = {"LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile"}
-    due |= {"CITATION.cff", "SECURITY.md"}
+    due |= {"CITATION.cff", "DESIGN.md", "SECURITY.md"}
     folders = "tests", "examples", "benchmarks", "docs", "notebooks", "release"
     due |= {
         str(path.relative_to(ROOT))

@@ -74,3 +74,10 @@ def test_on_a_package_index_every_link_of_the_readme_is_absolute_and_leads_to_a_
     pictures = [link for link in address.links(published) if link.endswith(".svg")]
     assert pictures
     assert all("/raw/" in link for link in pictures)
+
+
+def test_what_speaks_of_a_release_says_that_there_is_none_until_there_is_one():
+    names = "SECURITY.md", "docs/maintainers.md", "pyproject.toml", "CHANGELOG.md"
+    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in names}
+    says = [name for name, text in texts.items() if "not released" in text]
+    assert says == ([] if HERE.address else list(names))

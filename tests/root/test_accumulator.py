@@ -1,6 +1,7 @@
 """The laws of the accumulator, each with what would break it."""
 
 import functools
+import re
 
 import hypothesis
 import hypothesis.extra.numpy as hnp
@@ -8,10 +9,12 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import oracle
 import pytest
 from helpers import assert_quotients, bits, leaves_of
 
+import ga_optax as ga
 from ga_optax import accumulator
 
 pytestmark = pytest.mark.quick
@@ -99,9 +102,9 @@ def test_the_mean_is_the_weighted_mean_of_the_oracle_and_so_is_that_of_halves(
     grads = np.random.default_rng(seed).normal(size=(len(weights), 5))
     grads = list(jnp.asarray(grads, jnp.float32))
     cut = data.draw(st.integers(0, len(grads)))
-    halves = [accumulator.init(grads[0])] * 2
+    halves, add = [accumulator.init(grads[0])] * 2, jax.jit(accumulator.add)
     for i, g in enumerate(grads):
-        halves[i >= cut] = accumulator.add(halves[i >= cut], g, weights[i])
+        halves[i >= cut] = add(halves[i >= cut], g, weights[i])
     bound = oracle.sum_error_bound(grads, weights, np.finfo(np.float32).eps / 2)
     for acc in (accumulate(grads, weights), accumulator.merge(*halves)):
         off = np.abs(accumulator.mean(acc) - oracle.weighted_mean(grads, weights))
@@ -162,28 +165,74 @@ def test_complex_gradients_accumulate_by_parts(weights):
     assert mean[1].imag == 1
 
 
-@pytest.mark.parametrize(
-    ("leaf", "dtype", "expected"),
-    [
-        (jnp.float32, jnp.float32, jnp.float32),
-        (jnp.bfloat16, jnp.float32, jnp.float32),
-        (jnp.float32, jnp.bfloat16, jnp.bfloat16),
-        (jnp.bfloat16, None, jnp.bfloat16),
-        (jnp.float64, jnp.float32, jnp.float64),
-        (jnp.float32, jnp.float64, jnp.float64),
-        (jnp.complex64, jnp.float32, jnp.complex64),
-        (jnp.complex64, jnp.bfloat16, jnp.complex64),
-        (jnp.complex128, jnp.float32, jnp.complex128),
-        (jnp.complex64, jnp.float64, jnp.complex128),
-        (jnp.int32, None, jnp.float32),
-        (jnp.int8, jnp.bfloat16, jnp.bfloat16),
-    ],
-)
-def test_float32_is_a_floor_and_other_dtypes_are_taken_as_they_are(
-    leaf, dtype, expected
-):
+FLOORS = """
+float32 float32 -> float32, bfloat16 float32 -> float32, float32 bfloat16 -> bfloat16
+bfloat16 None -> bfloat16, float64 float32 -> float64, float32 float64 -> float64
+complex64 float32 -> complex64, complex64 bfloat16 -> complex64
+complex128 float32 -> complex128, complex64 float64 -> complex128
+int32 None -> float32, int8 bfloat16 -> bfloat16
+"""
+
+
+@pytest.mark.parametrize("row", re.split(", |\n", FLOORS.strip()))
+def test_float32_is_a_floor_and_other_dtypes_are_taken_as_they_are(row):
+    leaf, dtype, expected = row.replace(" ->", "").split()
     with jax.enable_x64(True):
-        assert accumulator.init(jnp.zeros(2, leaf), dtype).total.dtype == expected
+        acc = accumulator.init(jnp.zeros(2, leaf), None if dtype == "None" else dtype)
+        assert acc.total.dtype == expected
+
+
+OF_LEAVES = {"norms": None, "tables": jnp.bfloat16, "heads": {"out": "float32"}}
+
+
+def summed(params, batch, dtype):
+    step = jax.jit(ga.value_and_grad(both, 1024, accumulator_dtype=dtype))
+    return step(params, batch)[1]
+
+
+def added(params, batch, dtype):
+    acc = accumulator.init(params, dtype)
+    _, acc = jax.jit(ga.accumulate(both, 1024))(acc, params, batch)
+    return acc.total
+
+
+def stepped(params, batch, dtype):
+    options = {"use_grad_mean": False, "accumulator_dtype": dtype}
+    tx = ga.MultiSteps(optax.sgd(-1.0), 1024, **options)
+
+    def step(state, row):
+        updates, state = tx.update(jax.grad(both)(params, row), state, params)
+        return state, updates
+
+    return jax.tree.map(lambda x: x[-1], jax.lax.scan(step, tx.init(params), batch)[1])
+
+
+def both(params, x):
+    return jnp.sum(x) * sum(map(jnp.sum, jax.tree.leaves(params)))
+
+
+@pytest.mark.usefixtures("optax_promotion")
+@pytest.mark.parametrize("way", [summed, added, stepped])
+def test_a_prefix_names_the_dtype_of_each_part_of_the_sum(way):
+    """A sum of ones stops at 256 in bfloat16, and a gradient of ones does not."""
+    params = {"norms": [jnp.ones(2)] * 2, "tables": jnp.ones(3)}
+    params["heads"] = {"out": {"w": jnp.ones(2, jnp.bfloat16)}}
+    due = {"norms": 1024, "tables": 256, "heads": 1024}
+    for dtype, numbers in ((OF_LEAVES, due), (jnp.bfloat16, dict.fromkeys(due, 256))):
+        found = way(params, jnp.ones(1024), dtype)
+        for name, number in numbers.items():
+            for x in jax.tree.leaves(found[name]):
+                np.testing.assert_array_equal(np.asarray(x, float), number, name)
+
+
+def test_a_new_sum_lies_where_its_parameter_does_and_shares_its_array_in_a_program():
+    """Arrays of one type may lie on different devices."""
+    params = [jax.device_put(jnp.ones(3), d) for d in jax.devices()[:2]] * 2
+    for x, total in zip(params, accumulator.begun(params, None).total, strict=True):
+        assert x.devices() == total.devices()
+    made = jax.make_jaxpr(lambda p: accumulator.begun(p, None).total)(params)
+    assert len({*made.jaxpr.outvars}) == 1
+    assert {*map(float, jax.tree.leaves(accumulator.begun(1.0, None)))} == {0.0}
 
 
 def test_every_way_to_divide_has_the_derivative_of_a_division():

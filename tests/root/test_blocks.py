@@ -424,8 +424,7 @@ two_names("a", "a") -> V Name one of the blocks differently
 blocks.select(Q, model(), "layers/7") -> V 7'. Use 'embed'
 blocks.replace(Q, model(), "layers/0", LAYER._replace(b=jnp.ones(5)))
   -> V .b | (4,), as in | (5,)
-blocks.replace(Q, model(), "layers/0", {"w": LAYER.w})
-  -> V must have the tree structure of block
+blocks.replace(Q, model(), "layers/0", {"w": LAYER.w}) -> V must have the tree structure
 added(LAYER._replace(b=jnp.ones(3))) -> V leaf .b of the gradient of bl
 added({"w": LAYER.w}) -> V must have the tree structure of
 blocks.add(Q, model(), "embed", EMBED) -> T type dict. Make one

@@ -6,8 +6,7 @@ import pytest
 from helpers import off
 
 import ga_optax as ga
-from ga_optax._window import room, run
-from ga_optax._window import schedule as window_schedule
+from ga_optax._window import run, stages
 
 K, N, D = 4, 16, 3
 W, X = jnp.ones(D), jnp.ones((N, D))
@@ -123,61 +122,13 @@ def test_a_plan_says_what_a_micro_batch_holds_of_each_value():
         assert found[where, "sort"] == f"{holds} of float32[{D},{N}]"
 
 
-def test_cotangents_go_through_no_stop_gradient_in_a_checkpoint_either():
-    @jax.checkpoint
-    def stopped(h):
-        return jax.lax.stop_gradient(jnp.tanh(h)) * h
-
-    def fun(w, x):
-        return jnp.mean(stopped(x @ w) ** 2)
-
-    stage = of(fun)["the loss"]
-    [whole] = [x.name for x in stage.computes if "(" in x.name]
-    assert all(name in whole for name in ("tanh", "stop_gradient", "mul"))
-    back = {x.name for x in stage.goes_back}
-    assert "mul" in back
-    assert back.isdisjoint({"tanh", "stop_gradient"})
-
-
-def test_details_have_the_bytes_and_passes_of_the_table():
-    found = ga.batch_dependencies(root, K)(W, X)
-    text = found.details
-    sizes = [x.nbytes for stage in found.stages for x in stage.fills]
-    assert sum(sizes) == found.kept_bytes > 0
-    assert all(f", {n:,} bytes, at" in text for n in sizes)
-    end = "In all: 2 forward passes and 1 backward pass, in about "
-    assert end in text
-    assert end in str(found)
-    assert all(str(stage) in text for stage in found.stages)
-
-
-def test_what_is_dropped_on_the_way_is_filled_again_before_it_is_read(monkeypatch):
-    monkeypatch.setattr(room, "LITTLE", 0)
-
-    def deep(w, x):
-        for _ in range(12):
-            h = jnp.tanh(x @ w)
-            h = h - h.mean(0, keepdims=True)
-            x = x + h / jnp.sqrt(h.var(0, keepdims=True) + 1e-5)
-        return jnp.mean(x**2)
-
-    found = of(deep, jnp.eye(D), X)
-    names = list(found)
-    again = [name for name in found if "filled again" in name]
-    assert again
-    for name in again:
-        assert found[name].fills
-        back = names.index(name.replace("filled again", "back"))
-        assert names.index("the loss") < names.index(name) < back
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("fun", [root, norms])
 def test_what_runs_is_the_list_that_is_shown(fun, monkeypatch):
     lists = []
 
     def listed(schedule):
-        lists.append(list(window_schedule.stages(schedule)))
+        lists.append(list(stages.stages(schedule)))
         return lists[-1]
 
     monkeypatch.setattr(run, "stages", listed)
