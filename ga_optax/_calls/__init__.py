@@ -7,7 +7,6 @@
     options    the options of all functions, in one record
     call       the arguments of one call, by role, and its results
     batches    the rows of the arguments, and whether k divides them
-    devices    the devices: what is known of the mesh
     rows       the rows of each micro-batch, and of results
     regions    what runs in a `jax.shard_map` over the data axes
     undivided  all rows at once, what does not fit, and advice

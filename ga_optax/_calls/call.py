@@ -20,12 +20,12 @@ import numpy as np
 from jax.extend import core
 
 from .. import _checks, config
-from .._devices import collectives, meshes
+from .._devices import collectives
+from .._devices.record import Devices
 from .._loop import micro_step
 from .._passes.equation import Divided
 from .._text import is_first, warn, warn_once
 from . import batches
-from .devices import Devices
 from .options import ROLES, Argument, Options
 
 # == The call ==========================================================================
@@ -231,16 +231,13 @@ class Call(NamedTuple):
         one = self.with_leaves(new)
         return one._replace(options=self.options._replace(num_microbatches=1), rest=0)
 
-    def where(self) -> meshes.DeviceContext:
-        """The devices, as far as a loop has to know them."""
-        names, devices = (
-            [name for name, _ in _checks.named_leaves(self.params)],
-            self.devices,
-        )
+    def devices_of_loop(self) -> Devices:
+        """The devices, with what a loop has to know of the parameters."""
+        names = [name for name, _ in _checks.named_leaves(self.params)]
         # Logical devices have the same bits with parameters that lie whole.
-        own = devices.params if self.held and not devices.logical else ()
-        gathered = [bool(place.dims) for place in own]
-        return devices.where(names)._replace(gathered_once=gathered)
+        own = self.held and not self.devices.logical
+        gathered = [bool(place.dims) for place in self.devices.params if own]
+        return self.devices._replace(names=names, gathered_once=gathered)
 
     def params_of(self, program: core.Jaxpr) -> list[jax.Array]:
         """The parameters, in the dtypes that a program takes.

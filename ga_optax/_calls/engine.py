@@ -17,6 +17,7 @@ from jax.extend import core
 
 from .. import accumulator
 from .._devices import collectives, meshes
+from .._devices.record import Devices
 from .._loop import loop
 from .._loop.loop import Outcome
 from .._loop.micro_step import LossProgram, Operands, run_passes
@@ -30,7 +31,6 @@ from .._window.report import log_report
 from .._window.run import is_small, plan_window, run_window
 from . import regions, rows, undivided
 from .call import Call, call_of, check_values
-from .devices import Devices
 from .regions import REPLICATED, ManualAxisError
 from .undivided import AllRows, Pair
 
@@ -99,13 +99,13 @@ class Rewritten(NamedTuple):
       micro_batch: the program before the passes.
       program: the program after the passes.
       operands: the arrays of this device.
-      context: the devices.
+      devices: the devices.
     """
 
     micro_batch: MicroBatch
     program: LossProgram
     operands: Operands
-    context: meshes.DeviceContext
+    devices: Devices
 
 
 class Scheduled(NamedTuple):
@@ -316,11 +316,11 @@ def counted(micro_batch: MicroBatch) -> MicroBatch:
 def rewrite(micro_batch: MicroBatch) -> Rewritten:
     """Runs the passes on the program of a micro-batch, and splits the batch."""
     call, part, consts = micro_batch.call, micro_batch.part, micro_batch.closed.consts
-    context = call.where()._replace(window=[(rows.AXIS, call.num_of_all)])
+    devices = call.devices_of_loop()._replace(window=[(rows.AXIS, call.num_of_all)])
     jaxpr = jaxprs.with_constants(part.jaxpr, len(consts))
     before = jaxprs.Program(jaxpr, [*part.consts, *consts])
     optimize = call.options.optimize
-    (jaxpr, consts), arrivals = run_passes(before, context, False, optimize)
+    (jaxpr, consts), arrivals = run_passes(before, devices, False, optimize)
     program = LossProgram(
         jaxpr=jaxprs.without_values(jaxpr),
         results=[x.aval for x in jaxpr.outvars],
@@ -340,7 +340,7 @@ def rewrite(micro_batch: MicroBatch) -> Rewritten:
     acc = accumulator.begun(call.params, call.options.accumulator_dtype)
     acc = call.devices.flat(acc._replace(total=call.devices.shard(acc.total, -0.0)))
     operands = Operands(consts, params, batch, [], [], acc, rows=call.rows)
-    return Rewritten(micro_batch, program, operands, context)
+    return Rewritten(micro_batch, program, operands, devices)
 
 
 def schedule(rewritten: Rewritten) -> Scheduled:
@@ -350,7 +350,7 @@ def schedule(rewritten: Rewritten) -> Scheduled:
     if the undivided batch takes less memory, and can run: the rows of all devices can,
     unless a `shard_map` of the user's has some of them.
     """
-    (call, closed, _, part, _, last), program, operands, context = rewritten
+    (call, closed, _, part, _, last), program, operands, devices = rewritten
     may = call.options.optimize and last is None and not call.devices.bound
     of_rows = program.jaxpr.invars[-len(operands.batch) :]
     if not part.meets and not (may and rows.shares_much(program.jaxpr, of_rows)):
@@ -360,7 +360,7 @@ def schedule(rewritten: Rewritten) -> Scheduled:
     one = call._replace(devices=Devices())  # which computes what all share
     how = _parameters(one) if call.options.optimize else None
     loss = MeetingLoss(program, rows.AXIS, call.num_of_all, whole, how)
-    plan = plan_window(loss, operands, context, call.options.residual_bytes)
+    plan = plan_window(loss, operands, devices, call.options.residual_bytes)
     return Scheduled(rewritten, plan if part.meets or is_small(plan) else None)
 
 
@@ -385,13 +385,13 @@ def run(scheduled: Scheduled) -> Outcome:
     Results with rows, and gradients of leaves of the batch, are stacked over the
     micro-batches of this device.
     """
-    (micro_batch, program, operands, context), plan = scheduled
+    (micro_batch, program, operands, devices), plan = scheduled
     call = micro_batch.call
     with meshes.scope_of(call.options.data_axis):
         if plan is not None:
             out = run_window(plan)
         else:
-            out = loop.run_loop(program, operands, context, begins=True, merges=True)
+            out = loop.run_loop(program, operands, devices, begins=True, merges=True)
             if (last := micro_batch.last) is not None:
                 out = _with_last(micro_batch, last, out)
     if plan is not None and call.sees is None:
@@ -410,9 +410,9 @@ def _with_last(micro_batch: MicroBatch, last: Partitioned, some: Outcome) -> Out
     """The outcome of the other micro-batches, and of the last one, which is smaller."""
     call, part = micro_batch.call, micro_batch.part
     one = micro_batch._replace(call=call.of_last(), part=last, last=None)
-    _, program, operands, context = rewrite(one)
+    _, program, operands, devices = rewrite(one)
     operands = operands._replace(acc=some.acc)
-    out = loop.run_loop(program, operands, context, begins=True, merges=True)
+    out = loop.run_loop(program, operands, devices, begins=True, merges=True)
     return rows.merged(call, part.layouts, some, out)
 
 

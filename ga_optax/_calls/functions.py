@@ -18,6 +18,7 @@ from jax.extend import core
 
 from .._checks import check_callable, explains_keywords, named_leaves
 from .._devices.meshes import DataAxis
+from .._devices.record import DoesNotFitError
 from .._partition.held import Note
 from .._passes import jaxprs
 from .._passes.equation import Divided
@@ -26,7 +27,6 @@ from .._text import ruled, wrap
 from .._window import report
 from . import batches, engine, undivided
 from .call import Call, as_returned, returning_pair, warns_outside_jit
-from .devices import DoesNotFitError
 from .options import Options
 
 # == `value_and_grad` ==================================================================

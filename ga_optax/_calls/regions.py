@@ -10,10 +10,10 @@ from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._devices import collectives, meshes
+from .._devices.record import DoesNotFitError
 from .._passes import jaxprs, primitives
 from .._passes.shards import Shard, constraint_on, either
 from .call import Call
-from .devices import DoesNotFitError
 
 # == Regions ===========================================================================
 

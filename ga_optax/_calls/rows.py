@@ -19,6 +19,7 @@ import numpy as np
 
 from .._devices import collectives, meshes
 from .._devices.collectives import Membership
+from .._devices.record import Devices
 from .._loop.folds import FOLDS, Fold, Weighting
 from .._loop.loop import Outcome
 from .._loop.micro_step import scan
@@ -29,7 +30,6 @@ from .._passes import jaxprs, primitives
 from .._window.flat import LONGEST
 from .._window.meetings import MEETINGS
 from .call import Call
-from .devices import Devices
 
 # The folds of results without rows, by layout.
 FOLD_OF_LAYOUT = {"whole": "last", "partial": "sum"}

@@ -19,6 +19,7 @@ from jax.typing import ArrayLike
 
 from .. import _checks, accumulator
 from .._devices import meshes
+from .._devices.record import Devices
 from .._loop import folds, micro_step
 from .._loop.loop import run_loop
 from .._loop.micro_step import LossProgram, Operands, run_passes
@@ -170,10 +171,10 @@ def _added(call: Call, acc: Accumulator, merges: bool) -> tuple[Any, Accumulator
 
 
 def _in_loop(call: Call, acc: Accumulator, merges: bool) -> tuple[Any, Accumulator]:
-    where = call.where()
-    step, operands, (of_carry, of_aux) = traced_micro_batch(call, where, acc)
+    devices = call.devices_of_loop()
+    step, operands, (of_carry, of_aux) = traced_micro_batch(call, devices, acc)
     with meshes.scope_of(call.options.data_axis):
-        out = run_loop(step, operands, where, begins=False, merges=merges)
+        out = run_loop(step, operands, devices, begins=False, merges=merges)
     loss, *leaves = out.results
     value = loss, of_carry.unflatten(out.carry), of_aux.unflatten(leaves)
     total = jax.tree.structure(call.params).unflatten(out.acc.total)
@@ -334,7 +335,7 @@ def _check_weight_fn(call: Call) -> None:
 
 
 def traced_micro_batch(
-    call: Call, where: meshes.DeviceContext, acc: Accumulator
+    call: Call, devices: Devices, acc: Accumulator
 ) -> tuple[LossProgram, Operands, tuple[Any, Any]]:
     """`fun` of one micro-batch; raises if what it returns does not fit.
 
@@ -355,7 +356,6 @@ def traced_micro_batch(
         closed = jax.make_jaxpr(_gradient_first(run))(*arguments)
     regions.check_no_region(call, closed.jaxpr)
     regions.check_regions(call, closed.jaxpr)
-    devices = call.devices
     closed = closed.replace(
         jaxpr=regions.constraints_without(closed.jaxpr, devices.bound)
     )
@@ -374,7 +374,7 @@ def traced_micro_batch(
     multiplies = weight is not None and _multiplies(call, closed, arguments)
     program = jaxprs.Program(closed.jaxpr, closed.consts)
     optimize = options.optimize
-    (jaxpr, consts), arrivals = run_passes(program, where, multiplies, optimize)
+    (jaxpr, consts), arrivals = run_passes(program, devices, multiplies, optimize)
     step = LossProgram(
         jaxpr=jaxprs.without_values(jaxpr),
         results=[loss, *jax.tree.leaves(aux)],

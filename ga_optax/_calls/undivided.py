@@ -13,6 +13,7 @@ from jax.extend import core
 
 from .._checks import divisors, one_of, or_else, uneven
 from .._devices import collectives
+from .._devices.record import DoesNotFitError
 from .._partition import custom
 from .._partition.held import Note, meeting_of
 from .._partition.partitioned import Partitioned
@@ -24,7 +25,6 @@ from .._window.report import ALONE
 from .._window.run import TakesMoreError
 from . import batches, rows
 from .call import Call
-from .devices import DoesNotFitError
 
 # == All rows at once ==================================================================
 

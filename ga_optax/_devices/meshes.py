@@ -10,9 +10,8 @@ import dataclasses
 import enum
 import itertools
 import math
-import types
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -439,7 +438,7 @@ def check_logical(total: int, axes: Axes, number: int, params: Any) -> None:
         )
 
 
-# == The devices of a loop =============================================================
+# == Who distributes ==================================================================
 
 
 class By(enum.Enum):
@@ -449,60 +448,6 @@ class By(enum.Enum):
     US = "each device computes its part, and our collectives sum"
     COMPILER = "the compiler"
     UNKNOWN = "nobody or the compiler: the lowering of the program tells"
-
-
-class ParamSharding(NamedTuple):
-    """The sharding of parameters on a mesh, over whose data axes the compiler splits.
-
-    Attributes:
-      specs: the `PartitionSpec` of each parameter, or None.
-      axes: the data axes.
-      mesh: the mesh.
-    """
-
-    specs: Sequence[Any]
-    axes: Axes
-    mesh: AnyMesh
-
-
-class DeviceContext(NamedTuple):
-    """The devices on which a loop runs, and how their sums come together.
-
-    Attributes:
-      names: the names of the parameters, for logs.
-      axes: the data axes that are bound.
-      placements: how the gradient of each leaf is merged over these axes.
-      scattered: the gradients that are scattered before they are added, and how.
-      logical: the number of devices that this device stands for; 0 for itself alone.
-      gathered: how parameters are sharded that every micro-step gathers; or None.
-      gathered_once: for each parameter, True if it is gathered before the loop, and
-        may come in lower precision.
-      shards: the parts of constants that are gathered where they are used, by the ids
-        of the constants.
-      window: the axis over which rows meet, if there is one, and its size.
-      by: who distributes what is computed.
-    """
-
-    names: Sequence[str] = ()
-    axes: Axes = ()
-    placements: Sequence[Placement] = ()
-    scattered: Mapping[int, Placement] = types.MappingProxyType({})
-    logical: int = 0
-    gathered: ParamSharding | None = None
-    gathered_once: Sequence[bool] = ()
-    shards: Mapping[int, Any] = types.MappingProxyType({})
-    window: Sequence[tuple[str, int]] = ()
-    by: By = By.NOBODY
-
-    @property
-    def is_local(self) -> bool:
-        """True if it is known that no compiler distributes what is computed."""
-        return self.by in (By.NOBODY, By.US)
-
-    @property
-    def sums_already(self) -> bool:
-        """True if the backward pass sums over devices."""
-        return any(place.summed for place in self.placements)
 
 
 # == The data axis =====================================================================

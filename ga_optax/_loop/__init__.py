@@ -1,6 +1,6 @@
 """The loop over micro-batches: one forward and one backward pass, and additions.
 
-A loop takes a `LossProgram` (of one micro-batch) and a `DeviceContext`, and knows no
+A loop takes a `LossProgram` (of one micro-batch) and `Devices`, and knows no
 call.
 
     micro_step  these two, behind fences

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 
 from .. import accumulator
 from .._devices import collectives, meshes
-from .._devices.meshes import Placement
+from .._devices.meshes import By, Placement
+from .._devices.record import Devices
 from .._passes import jaxprs, shared, table
 from .._passes.facts import Facts
 from .._passes.pullback import Known, with_pullback
@@ -54,7 +55,7 @@ class Outcome(NamedTuple):
 def run_loop(
     program: LossProgram,
     operands: Operands,
-    devices: meshes.DeviceContext,
+    devices: Devices,
     *,
     begins: bool,
     merges: bool,
@@ -76,7 +77,7 @@ def run_loop(
     leaves = operands.batch[: operands.rows]
     # The sums that the compiler reduces over devices in each micro-step would be twice
     # as large.
-    reduces = devices.sums_already or devices.by is meshes.By.COMPILER
+    reduces = devices.sums_already or devices.by is By.COMPILER
     loop = Loop(
         program,
         devices,
@@ -97,11 +98,11 @@ def run_loop(
     )
     stacks = state.acc.total[sums:]
     state = state._replace(acc=state.acc._replace(total=state.acc.total[:sums]))
-    if merges and devices.axes:
+    if merges and devices.bound:
         with jax.named_scope("merge"):
             summed = {i: Placement(summed=x.axes) for i, x in devices.scattered.items()}
             places = [summed.get(i, x) for i, x in enumerate(devices.placements)]
-            state = all_reduced(loop, state, devices._replace(placements=places))
+            state = all_reduced(loop, state, devices, places)
     return Outcome(loop.results(state), state.carry, state.acc, rows=stacks)
 
 
@@ -355,7 +356,7 @@ class Loop:
     """
 
     program: LossProgram
-    devices: meshes.DeviceContext
+    devices: Devices
     num_microbatches: int
     additions: Additions
     rounds_once: bool
@@ -543,11 +544,9 @@ def _pull(pullback: Any, cotangent: jax.Array, *slots: Any) -> Sequence[jax.Arra
 # == States of devices, put together ===================================================
 
 
-def on_logical_devices(
-    loop: Loop, operands: Operands, devices: meshes.DeviceContext
-) -> State:
+def on_logical_devices(loop: Loop, operands: Operands, devices: Devices) -> State:
     """The state of all logical devices of this device. Each runs the loop by itself."""
-    number, axes = devices.logical, devices.axes
+    number, axes = devices.logical, devices.bound
     indices = number * jax.lax.axis_index(axes) + jnp.arange(number, dtype=jnp.int32)
     batch = [jnp.reshape(x, (number, -1, *x.shape[1:])) for x in operands.batch]
 
@@ -589,9 +588,11 @@ def _averages(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def all_reduced(loop: Loop, state: State, devices: meshes.DeviceContext) -> State:
+def all_reduced(
+    loop: Loop, state: State, devices: Devices, places: Sequence[Placement]
+) -> State:
     """The state of all devices: one all-reduce, and one collective a sharded leaf."""
-    axes = devices.axes
+    axes = devices.bound
     merges = [FOLDS[name].merge for name in loop.program.folds]
     results = list(zip(merges, state.results, strict=True))
     addends = [x for merge, x in results if merge is None]
@@ -601,7 +602,7 @@ def all_reduced(loop: Loop, state: State, devices: meshes.DeviceContext) -> Stat
     means = [x for x in state.carry if _averages(x)]
     small, structure = jax.tree.flatten((addends, weights, means))
     leaves = [*state.acc.total, *collectives.vary(small, axes)]
-    places = [*devices.placements, *[Placement()] * len(small)]
+    places = [*places, *[Placement()] * len(small)]
     number = meshes.num_devices(axes)
     if devices.logical:
         number *= devices.logical
@@ -612,7 +613,7 @@ def all_reduced(loop: Loop, state: State, devices: meshes.DeviceContext) -> Stat
         )
     else:
         out = collectives.reduce(leaves, places, axes)
-    total = out[: len(devices.placements)]
+    total = out[: len(state.acc.total)]
     sums, weight, means = jax.tree.unflatten(structure, out[len(total) :])
     [weight] = weight or [state.acc.weight]
     means, sums = iter(means), iter(sums)

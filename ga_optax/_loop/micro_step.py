@@ -2,7 +2,7 @@
 
     state  ->  state + (gradients, results) of micro-batch i
 
-A `LossProgram`, its `Operands` and a `DeviceContext` are all that a loop knows of a
+A `LossProgram`, its `Operands` and `Devices` are all that a loop knows of a
 call.
 """
 
@@ -19,7 +19,8 @@ from jax.typing import ArrayLike
 
 from .. import accumulator
 from .._devices import collectives, meshes
-from .._devices.meshes import Axes, DeviceContext
+from .._devices.meshes import Axes
+from .._devices.record import Devices
 from .._passes import effects, jaxprs, table
 from .._passes.facts import Facts
 from .._passes.primitives import check_names
@@ -104,7 +105,7 @@ class Operands(NamedTuple):
 
 
 def run_passes(
-    program: jaxprs.Program, devices: DeviceContext, multiplies: bool, optimize: bool
+    program: jaxprs.Program, devices: Devices, multiplies: bool, optimize: bool
 ) -> tuple[jaxprs.Program, list[str | None]]:
     """Runs all passes on the program of a micro-batch; tells how gradients arrive."""
     number = len(devices.names)

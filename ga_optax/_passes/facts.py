@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .._devices.meshes import DeviceContext
+from .._devices.record import Devices
 
 
 class Facts(NamedTuple):
@@ -18,7 +18,7 @@ class Facts(NamedTuple):
       rounds_once: True if gradients are rounded in those sums alone.
     """
 
-    devices: DeviceContext = DeviceContext()
+    devices: Devices = Devices()
     adds_in_place: bool = False
     sliced: Sequence[bool] = ()
     rounds_once: bool = False

@@ -330,17 +330,18 @@ class _Specs(NamedTuple):
 
 def params_gathered(program: Program, facts: Facts) -> Program:
     """The program with constraints where it uses parameters, its first arguments."""
-    jaxpr, sharding, sharded = program.jaxpr, facts.devices.gathered, {}
-    if sharding is None:
+    jaxpr, devices, sharded = program.jaxpr, facts.devices, {}
+    axes, mesh = devices.compiled
+    if not axes or meshes.explicit_names(mesh):
         return program
-    params: list[Any] = jaxpr.invars[: len(sharding.specs)]
-    for x, spec in zip(params, sharding.specs, strict=True):
+    params: list[Any] = jaxpr.invars[: len(devices.specs)]
+    for x, spec in zip(params, devices.specs, strict=True):
         entries = tuple(spec or ())
         entries += (None,) * (x.aval.ndim - len(entries))
-        rest = tuple(meshes.entry_without(entry, sharding.axes) for entry in entries)
+        rest = tuple(meshes.entry_without(entry, axes) for entry in entries)
         if rest != entries:
             sharded[x] = _Specs(entries, rest)
-    return program._replace(jaxpr=_gathered(jaxpr, sharded, sharding.mesh))
+    return program._replace(jaxpr=_gathered(jaxpr, sharded, mesh))
 
 
 def _gathered(jaxpr: core.Jaxpr, sharded: dict[Any, _Specs], mesh: Any) -> core.Jaxpr:

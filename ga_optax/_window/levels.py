@@ -18,6 +18,7 @@ from jax.extend import core
 from .. import accumulator
 from .._checks import is_on_host
 from .._devices import collectives, meshes
+from .._devices.record import Devices
 from .._loop import in_place, micro_step
 from .._loop.folds import FOLDS, Weighting
 from .._loop.loop import (
@@ -101,12 +102,12 @@ class Evaluation:
         self,
         loss: MeetingLoss,
         operands: Operands,
-        devices: meshes.DeviceContext,
+        devices: Devices,
         residual_bytes: int | None,
     ) -> None:
         self.residual_bytes = residual_bytes
         self.program, self.operands, self.devices = loss.program, operands, devices
-        self.axes, self.xs = devices.axes, operands.batch
+        self.axes, self.xs = devices.bound, operands.batch
         varying = frozenset().union(*map(meshes.varying, operands.batch))
         self.varying = tuple(sorted({*self.axes, *varying}))
         self.params: list[int] = []

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from .._devices import collectives
-from .._devices.meshes import DeviceContext
+from .._devices.record import Devices
 from .._loop.folds import of_last_device
 from .._loop.loop import Outcome, all_reduced, run_loop
 from .._loop.micro_step import Operands
@@ -37,7 +37,7 @@ from .stages import stages
 def plan_window(
     loss: MeetingLoss,
     operands: Operands,
-    devices: DeviceContext,
+    devices: Devices,
     residual_bytes: int | None,
 ) -> Evaluation:
     """The plan of a window. Nothing is computed but values of no argument.
@@ -165,7 +165,7 @@ def _run(values: Evaluation) -> Outcome:
     state = state._replace(acc=acc, carry=[])
     if axes:
         with jax.named_scope("merge"):
-            state = all_reduced(loop, state, values.devices)
+            state = all_reduced(loop, state, values.devices, values.devices.placements)
     results = _with_epilogue(values, buffers, loop.results(state))
     of_rows = [cotangents.get(j, jnp.zeros_like(buffers[j])) for j in values.rows]
     return Outcome(results, [], state.acc._replace(count=count), of_rows)

@@ -8,11 +8,10 @@ import jax
 from jax.sharding import PartitionSpec
 
 from .._checks import named_leaves
-from .._devices import collectives, meshes
-from .._devices.collectives import Membership
-from .._devices.meshes import Axes, By, DataAxis, Placement
-from .._passes.shards import Shard
 from ..accumulator import Accumulator
+from . import collectives, meshes
+from .collectives import Membership
+from .meshes import Axes, By, DataAxis, Placement
 
 
 class DoesNotFitError(ValueError):
@@ -39,6 +38,10 @@ class Devices(NamedTuple):
       shards: the parts of arguments without gradient that are gathered where they are
         used, by the ids of these arguments.
       mapped: True in the `shard_map` that a call at top level makes.
+      names: the names of the parameters, for logs.
+      gathered_once: for each parameter, True if it is gathered before the loop, and
+        may come in lower precision.
+      window: the axis over which rows meet, if there is one, and its size.
     """
 
     axes: Axes = ()
@@ -53,8 +56,11 @@ class Devices(NamedTuple):
     specs: Sequence[PartitionSpec | None] = ()
     params: Sequence[Placement] = ()
     gradients: Sequence[Placement] = ()
-    shards: Mapping[int, Shard] = types.MappingProxyType({})
+    shards: Mapping[int, Any] = types.MappingProxyType({})
     mapped: bool = False
+    names: Sequence[str] = ()
+    gathered_once: Sequence[bool] = ()
+    window: Sequence[tuple[str, int]] = ()
 
     @classmethod
     def of(cls, axis: DataAxis | None, params: Any, batch: Sequence[Any]) -> "Devices":
@@ -153,6 +159,21 @@ class Devices(NamedTuple):
         return self.by is By.US and self.mesh is not None
 
     @property
+    def is_local(self) -> bool:
+        """True if it is known that no compiler distributes what is computed."""
+        return self.by in (By.NOBODY, By.US)
+
+    @property
+    def placements(self) -> Sequence[Placement]:
+        """How the gradient of each leaf is merged over the axes that are bound."""
+        return self.gradients if self.bound else ()
+
+    @property
+    def sums_already(self) -> bool:
+        """True if the backward pass sums over devices."""
+        return any(place.summed for place in self.placements)
+
+    @property
     def scattered(self) -> dict[int, Placement]:
         """Placements of gradients that are scattered before the sum, by leaf."""
         some = enumerate(self.gradients if self.scatters and self.bound else ())
@@ -192,21 +213,6 @@ class Devices(NamedTuple):
             return Membership.EITHER
         strides = self.by is By.COMPILER and not self.axes
         return Membership.STRIDED if strides else Membership.NEIGHBOURS
-
-    def where(self, names: Sequence[str]) -> meshes.DeviceContext:
-        """The devices as a loop has to know them, for parameters of these names."""
-        axes, mesh = self.compiled
-        gathers = axes and not meshes.explicit_names(mesh)
-        return meshes.DeviceContext(
-            names=names,
-            axes=self.bound,
-            placements=self.gradients if self.bound else (),
-            scattered=self.scattered,
-            logical=self.logical,
-            gathered=meshes.ParamSharding(self.specs, axes, mesh) if gathers else None,
-            shards=self.shards,
-            by=self.by,
-        )
 
     def split(self, x: Any, k: int, axis: int, membership: Membership) -> jax.Array:
         """An array as `[k, ...]`, with the rows of k micro-batches along axis 0."""
