@@ -165,7 +165,7 @@ class Devices(NamedTuple):
 
     @property
     def placements(self) -> Sequence[Placement]:
-        """How the gradient of each leaf is merged over the axes that are bound."""
+        """The placement of each gradient over the axes that are bound; () without any."""
         return self.gradients if self.bound else ()
 
     @property
