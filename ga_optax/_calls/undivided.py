@@ -18,7 +18,6 @@ from .._partition import custom
 from .._partition.held import Note, meeting_of
 from .._partition.partitioned import Partitioned
 from .._passes import effects, equation, jaxprs, places
-from .._passes.equation import Divided
 from .._text import is_first, warn
 from .._window.meetings import MEETINGS
 from .._window.report import ALONE
@@ -413,18 +412,11 @@ def custom_rule_in(jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
 
     Rules of JAX for forward mode are true derivatives if they call no other rules.
     """
-    for e in jaxprs.equations(jaxpr):
-        name = e.primitive.name
-        if name == "custom_vjp_call":
-            return e
-        if name == "custom_jvp_call" and (
-            not custom.is_of_jax(e) or custom.calls_rules(e)
-        ):
-            return e
-        divided = e.params.get("function")
-        if isinstance(divided, Divided) and custom_rule_in(divided.program.jaxpr):
-            return e
-    return None
+
+    def is_true(e: core.JaxprEqn) -> bool:
+        return effects.is_of_jax(e) and not custom.calls_rules(e)
+
+    return effects.rule_in(jaxpr, is_true)
 
 
 def derivative_refused(call: Call, e: core.JaxprEqn, what: str) -> Exception:

@@ -165,7 +165,7 @@ class Devices(NamedTuple):
 
     @property
     def placements(self) -> Sequence[Placement]:
-        """The placement of each gradient over the axes that are bound; () without any."""
+        """The placement of each gradient over the axes that are bound, or ()."""
         return self.gradients if self.bound else ()
 
     @property

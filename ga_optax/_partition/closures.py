@@ -15,7 +15,6 @@ from jax.extend import core
 from .._passes import checkpoints, effects, jaxprs
 from .._passes.equation import NoDerivativeError, not_differentiable
 from .._passes.places import looked_at, place_of
-from . import custom
 from .attached import zero_tangent
 
 
@@ -178,7 +177,7 @@ def _ruled(
             every = range(e.params["num_consts"], len(e.invars))
             moves = [i for i in every if jaxprs.is_among(e.invars[i], moving)]
             # A `jax.custom_gradient` is a function of JAX, with a rule of the user's.
-            if moves and not (is_jvp and custom.is_of_jax(e)):
+            if moves and not (is_jvp and effects.is_of_jax(e)):
                 yield _Ruled(e, jaxpr, moves)
             continue
         for program in jaxprs.inner_programs(e):

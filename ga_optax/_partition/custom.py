@@ -8,7 +8,6 @@ with the tangents in the layouts of the primals. Where rows meet in it, and of a
 
 import dataclasses
 import functools
-import os
 from collections.abc import Sequence
 from itertools import compress
 from typing import Any
@@ -33,7 +32,7 @@ def custom_jvp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         return nested.inlined(w, program, vs)
     with w.may_meet(last=False) as out:
         out += _kept(w.within(forbids_collectives=True), e, vs)
-    if not out and not w.scope.forbids_collectives and is_of_jax(e, "_softmax"):
+    if not out and not w.scope.forbids_collectives and effects.is_of_jax(e, "_softmax"):
         # Its rule only saves time. Others are not the derivative of their program.
         return nested.inlined(w, program, vs)
     return out or _in_the_open(w, e, vs)
@@ -46,16 +45,6 @@ def custom_vjp(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     if w.scope.in_rule:
         return nested.inlined(w, jaxprs.inner(e)[0], vs)
     return _in_the_open(w, e, vs)
-
-
-def is_of_jax(e: core.JaxprEqn, name: str = "") -> bool:
-    """True if a function with a rule belongs to JAX, and has this name, if given."""
-    [program] = jaxprs.inner_programs(e)
-    function, _, place = str(program.debug_info.func_src_info).partition(" at ")
-    return place.startswith(_JAX) and name in ("", function)
-
-
-_JAX = os.path.dirname(jax.__file__) + os.sep  # other names begin with it, too
 
 
 def _in_the_open(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:

@@ -7,6 +7,7 @@ itself to see if the rule prints, calls back or communicates.
 
 import functools
 import operator
+import os
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -48,6 +49,35 @@ def has_rules(jaxpr: core.Jaxpr) -> bool:
     """True if functions in a program have rules of their own."""
     rules = ("custom_vjp_call", _CUSTOM_JVP)
     return any(e.primitive.name in rules for e in jaxprs.equations(jaxpr))
+
+
+def is_of_jax(e: core.JaxprEqn, name: str = "") -> bool:
+    """True if a function with a rule belongs to JAX, and has this name, if given."""
+    [program] = jaxprs.inner_programs(e)
+    function, _, place = str(program.debug_info.func_src_info).partition(" at ")
+    return place.startswith(_JAX) and name in ("", function)
+
+
+_JAX = os.path.dirname(jax.__file__) + os.sep  # other names begin with it, too
+
+
+def rule_in(
+    jaxpr: core.Jaxpr, is_true: Callable[[core.JaxprEqn], bool] = is_of_jax
+) -> core.JaxprEqn | None:
+    """The first call in a program whose rule may not be the true derivative.
+
+    `is_true` says it of a `jax.custom_jvp`: by default of those of JAX.
+    """
+    for e in jaxprs.equations(jaxpr):
+        name = e.primitive.name
+        inside: Any = getattr(e.params.get("function"), "program", None)  # `equation`
+        if (
+            name == "custom_vjp_call"
+            or (name == _CUSTOM_JVP and not is_true(e))
+            or (inside is not None and rule_in(inside.jaxpr, is_true) is not None)
+        ):
+            return e
+    return None
 
 
 def is_known(equation: core.JaxprEqn) -> bool:

@@ -204,6 +204,12 @@ class Divided:
             of=Tangent(self, moving, smooth),
         )
 
+    def beside_tangents(self, moving: tuple[int, ...]) -> "Divided":
+        """The function without the rules that gave tangents, see `valued`."""
+        if effects.rule_in(self.program.jaxpr) is None:
+            return self
+        return self._with(flat=new_primitive.valued(self.flat, moving))
+
     def tangent_of(
         self, program: Any, moving: Any, smooth: Any, xs: Sequence[Any]
     ) -> Any:
@@ -410,7 +416,8 @@ def _derived(
         out, tangents = new_primitive.differentiated(function.flat, xs, moving, dots)
         tangents = [tangents[i] for i in smooth]
     else:
-        out, tangents, both = function.bind(xs, program), [], [*xs, *dots]
+        value = function.beside_tangents(moving) if smooth else function
+        out, tangents, both = value.bind(xs, program), [], [*xs, *dots]
         if smooth:
             if program is not None:
                 program = function.tangent_of(program, moving, smooth, both)

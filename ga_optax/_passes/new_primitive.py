@@ -128,6 +128,19 @@ def differentiated(
     return out, dict(enumerate(tangents))
 
 
+def valued(fun: Callable[..., Any], moving: Sequence[int]) -> Callable[..., Any]:
+    """A function as it is beside its tangents: without the rules that gave these.
+
+    Differentiated once more, a value is differentiated as its rule computes it.
+    """
+
+    def flat(*xs: Any) -> Any:
+        some = [xs[i] for i in moving]
+        return jax.vjp(jaxprs.of_some(fun, xs, moving), *some)[0]
+
+    return flat
+
+
 def pushed(
     fun: Callable[..., Any], moving: Sequence[int], smooth: Sequence[int]
 ) -> Callable[..., list[Any]]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from .._checks import check_callable, named_leaves
-from . import jaxprs, new_primitive, primitives
+from . import effects, jaxprs, new_primitive, primitives
 from .primitives import Axes, Factor, Split
 
 # == The promise =======================================================================
@@ -239,7 +239,11 @@ def _batched(axis: Any, xs: Any, dims: Any, *, promise: Split, program: Any) -> 
 def _derived(xs: Any, moved: Any, dots: Any, *, promise: Split, program: Any) -> Any:
     if program.effects or not is_read():  # so that nothing happens twice
         return new_primitive.differentiated(promise.fun, xs, moved, dots)
-    out = _primitive().bind(*xs, promise=promise, program=program)
+    if effects.rule_in(program.jaxpr) is None:
+        out = _primitive().bind(*xs, promise=promise, program=program)
+    else:
+        value = new_primitive.valued(promise.fun, moved)
+        out = bound(promise._replace(fun=value), *xs)
     smooth, n = [i for i, x in enumerate(out) if jaxprs.is_inexact(x)], len(xs)
     fun = new_primitive.pushed(promise.fun, moved, smooth)
     dot = promise.of_some(fun, [*range(n), *moved], [n + i for i in smooth])

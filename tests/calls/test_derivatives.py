@@ -195,6 +195,60 @@ def test_second_derivatives_are_those_of_the_rule(name, meets, of_weights):
         assert apart(twice(step, forward), want, *arguments()) < BOUND
 
 
+def kept(rule):
+    """A product by which gradients are doubled, with a rule of this kind."""
+
+    def product(h, w):
+        return jnp.tanh(h @ w)
+
+    if rule == "vjp":
+        both = lambda saved, ct: jax.vjp(product, *saved)[1](2 * ct)  # noqa: E731
+        return with_rule(product, both)
+    ruled = jax.custom_jvp(product)
+    ruled.defjvp(lambda xs, ts: jax.jvp(product, xs, tuple(2 * t for t in ts)))
+    return ruled
+
+
+def penalised(loss):
+    """A loss of a gradient with respect to activations and weights, as in WGAN-GP."""
+
+    def of_gradient(w, x):
+        of_w, of_h = jax.grad(loss, (0, 1))(w, jnp.sin(x @ w))
+        return jnp.mean(of_h**2 * x) + jnp.sum(jnp.sin(of_w))
+
+    return of_gradient
+
+
+INSIDE_OF = {
+    "rowwise": lambda f: ga.rowwise(f, in_axes=(0, None)),
+    "microbatch": lambda f: ga.microbatch(f, 2, batch_argnums=0),
+    "both": lambda f: ga.rowwise(ga.microbatch(f, 2, batch_argnums=0), (0, None)),
+}
+AROUND = {
+    "window": lambda loss: ga.value_and_grad(loss, K),
+    "microbatch": of_microbatch,
+    "twice": lambda loss: twice(jax.value_and_grad(ga.microbatch(loss, K)), False),
+}
+
+
+@pytest.mark.grid(3, 18)
+@pytest.mark.parametrize(
+    ("rule", "inside", "around"),
+    [(r, i, a) for i in INSIDE_OF for a in AROUND for r in ("vjp", "jvp")],
+)
+def test_what_stands_beside_its_tangents_has_no_rule_any_more(rule, inside, around):
+    """JAX differentiates a value once more as its rule computes it."""
+    f = kept(rule)
+
+    def loss(f):
+        return lambda w, h: jnp.sum(jnp.sin(3 * f(h, w)) + centred(f(h, w)) ** 2)
+
+    plain = jax.value_and_grad(penalised(loss(f)))
+    want = twice(plain, False) if around == "twice" else plain
+    ours = AROUND[around](penalised(loss(INSIDE_OF[inside](f))))
+    assert apart(ours, want, *arguments()) < BOUND
+
+
 # -- Wherever it stands ----------------------------------------------------------------
 
 LOSS = loss_of(lambda v: bending(square(v)), True)

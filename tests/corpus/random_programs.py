@@ -137,7 +137,7 @@ def runs(program):
 
     for way in program.ways:
         ours, theirs = WAYS[way]
-        insides = PLAIN if way == "twice" else Insides()  # promises have one derivative
+        insides = Insides()
         for devices in {1, program.devices if way != "inside alone" else 1}:
             # Those of explicit type are differentiated as loops, in which JAX before
             # 0.12 forgets the rules of functions, the second time backwards.
