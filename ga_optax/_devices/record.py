@@ -169,11 +169,6 @@ class Devices(NamedTuple):
         return self.gradients if self.bound else ()
 
     @property
-    def sums_already(self) -> bool:
-        """True if the backward pass sums over devices."""
-        return any(place.summed for place in self.placements)
-
-    @property
     def scattered(self) -> dict[int, Placement]:
         """Placements of gradients that are scattered before the sum, by leaf."""
         some = enumerate(self.gradients if self.scatters and self.bound else ())

@@ -77,7 +77,7 @@ def run_loop(
     leaves = operands.batch[: operands.rows]
     # The sums that the compiler reduces over devices in each micro-step would be twice
     # as large.
-    reduces = devices.sums_already or devices.by is By.COMPILER
+    reduces = devices.by is By.COMPILER or any(x.summed for x in devices.placements)
     loop = Loop(
         program,
         devices,

@@ -52,10 +52,12 @@ def has_rules(jaxpr: core.Jaxpr) -> bool:
 
 
 def is_of_jax(e: core.JaxprEqn, name: str = "") -> bool:
-    """True if a function with a rule belongs to JAX, and has this name, if given."""
+    """True if a function and its rule belong to JAX, and it has this name, if given."""
     [program] = jaxprs.inner_programs(e)
     function, _, place = str(program.debug_info.func_src_info).partition(" at ")
-    return place.startswith(_JAX) and name in ("", function)
+    rule = str(e.params["jvp_jaxpr_fun"].debug_info.func_src_info).partition(" at ")[2]
+    are_of_jax = place.startswith(_JAX) and rule.startswith(_JAX)
+    return are_of_jax and name in ("", function)
 
 
 _JAX = os.path.dirname(jax.__file__) + os.sep  # other names begin with it, too

@@ -119,6 +119,13 @@ class Divided:
         """True if the function calls back for its results, or in a fixed order."""
         return self._has_effect("IO") or self._has_effect("Ordered")
 
+    @functools.cached_property
+    def rules_act(self) -> bool:
+        """True if rules of the user's print or call back; they do with the tangents."""
+        jaxpr = self.program.jaxpr
+        has_rules = effects.rule_in(jaxpr) is not None
+        return has_rules and bool(effects.side_effects(jaxpr).of_rules)
+
     def _has_effect(self, name: str) -> bool:
         """True if the function has an effect whose type has this name in JAX."""
         return any(name in type(x).__name__ for x in self.program.jaxpr.effects)
@@ -208,7 +215,8 @@ class Divided:
         """The function without the rules that gave tangents, see `valued`."""
         if effects.rule_in(self.program.jaxpr) is None:
             return self
-        return self._with(flat=new_primitive.valued(self.flat, moving))
+        value = self._with(flat=new_primitive.valued(self.flat, moving))
+        return self._with(flat=value.run_silently) if self.rules_act else value
 
     def tangent_of(
         self, program: Any, moving: Any, smooth: Any, xs: Sequence[Any]
@@ -412,7 +420,10 @@ def _derived(
         pairs = zip(gradients, dots, strict=True)
         sum_of_all = functools.reduce(jnp.add, [paired(g, t) for g, t in pairs])
         tangents = [sum_of_all.astype(out[smooth[0]].dtype)]
-    elif function.has_callbacks:  # A second run may return something else.
+    # A second run may return something else, or print what its rules print, too.
+    elif function.has_callbacks or (
+        function.program.jaxpr.effects and function.rules_act
+    ):
         out, tangents = new_primitive.differentiated(function.flat, xs, moving, dots)
         tangents = [tangents[i] for i in smooth]
     else:

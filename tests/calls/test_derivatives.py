@@ -249,6 +249,39 @@ def test_what_stands_beside_its_tangents_has_no_rule_any_more(rule, inside, arou
     assert apart(ours, want, *arguments()) < BOUND
 
 
+def test_a_rule_of_the_users_around_a_function_of_jax_is_no_rule_of_jax():
+    f = jax.custom_jvp(jnp.tanh)
+    f.defjvp(lambda xs, ts: (jnp.tanh(xs[0]), 3 * ts[0]))
+
+    def slopes(f):
+        inner = jax.grad(lambda x: jnp.sum(f(x) ** 2))
+        return jax.grad(lambda x: jnp.sum(inner(x)))
+
+    ours = slopes(ga.microbatch(f, K, batch_argnums=0))
+    assert apart(ours, slopes(f), arguments()[1]) < BOUND
+
+
+@pytest.mark.parametrize("acts", [False, True])
+def test_a_rule_prints_once_beside_what_the_function_prints(acts):
+    told = []
+    tell = functools.partial(jax.debug.callback, told.append)
+
+    def own(h):
+        if acts:
+            tell(0)
+        return jnp.tanh(h)
+
+    ruled = jax.custom_vjp(jnp.tanh)
+    ruled.defvjp(
+        lambda h: (tell(1), (jnp.tanh(h), h))[1], lambda h, ct: (tell(2), (2 * ct,))[1]
+    )
+    f = ga.microbatch(lambda h: ruled(own(h)), K, batch_argnums=0)
+    step = jax.jit(jax.grad(lambda w, x: jnp.mean(f(x @ w) ** 2)))
+    jax.block_until_ready(step(*arguments()))
+    jax.effects_barrier()
+    assert sorted(map(int, told)) == [0, 1, 2][not acts :]
+
+
 # -- Wherever it stands ----------------------------------------------------------------
 
 LOSS = loss_of(lambda v: bending(square(v)), True)

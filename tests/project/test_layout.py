@@ -245,9 +245,9 @@ def test_the_root_is_small_no_function_long_and_no_private_one_takes_much():
     assert len(list(PACKAGE.glob("*.py"))) <= 12
     total, lengths, counts = measured()
     assert (too_many(lengths, 50), too_many(counts, 5)) == ([], [])
-    assert 5_000 < total.total() <= 18_222  # who raises it says what went for it
+    assert 5_000 < total.total() <= 18_229  # who raises it says what went for it
     tests = (x.read_text("utf-8") for x in (ROOT / "tests").rglob("*.py"))
-    assert sum(len(code_lines(text)) for text in tests) <= 18_403  # so here
+    assert sum(len(code_lines(text)) for text in tests) <= 18_434  # so here
 
 
 # -- How much a reader meets -----------------------------------------------------------
