@@ -171,7 +171,7 @@ class Devices(NamedTuple):
     @property
     def scattered(self) -> dict[int, Placement]:
         """Placements of gradients that are scattered before the sum, by leaf."""
-        some = enumerate(self.gradients if self.scatters and self.bound else ())
+        some = enumerate(self.placements if self.scatters else ())
         return {i: x for i, x in some if x.dims}
 
     @property
