@@ -35,47 +35,36 @@ class Pass(NamedTuple):
     Attributes:
       name: the name in warnings and in the log.
       scope: the programs that it changes: "fun", "sharded fun" or "loop".
-      law: what the results of the new program equal, and how exactly.
       change: returns a program that does the same.
       applies: True if the pass has something to do in a call.
     """
 
     name: str
     scope: str
-    law: str
     change: Callable[[Program, Facts], Program]
     applies: Callable[[Facts], bool] = lambda facts: True
 
 
 PASSES = (
-    Pass("constants", "fun", "same bits in every grouping", shared.constants_hoisted),
-    Pass(
-        "casts",
-        "fun",
-        "same bits",
-        shared.casts_sunk,
-        lambda facts: facts.adds_in_place,
-    ),
+    Pass("constants", "fun", shared.constants_hoisted),
+    Pass("casts", "fun", shared.casts_sunk, lambda facts: facts.adds_in_place),
     Pass(
         "narrowed",
         "fun",
-        "same to rounding",
         shared.params_narrowed,
         lambda facts: any(facts.devices.gathered_once),
     ),
-    Pass("gathered", "sharded fun", "same to rounding", shared.params_gathered),
+    Pass("gathered", "sharded fun", shared.params_gathered),
     Pass(
         "shards",
         "sharded fun",
-        "same to rounding",
         shards.gathered_at_use,
         lambda facts: bool(facts.devices.shards),
     ),
-    Pass("products", "loop", "rounded once", products.added_in_products),
+    Pass("products", "loop", products.added_in_products),
     Pass(
         "duplicates",
         "loop",
-        "same bits on any number of devices",
         shards.duplicates_merged,
         lambda facts: facts.devices.logical > 0,
     ),
