@@ -306,23 +306,13 @@ def _indexed(e: core.JaxprEqn) -> Dims:
     Factors are the dimensions of the indices, batch dimensions, and dimensions of the
     operand that no index chooses.
     """
-    numbers: Any = e.params["dimension_numbers"]
-    if gathers := e.primitive.name == "gather":
-        part, window = _shape(e.outvars[0]), numbers.offset_dims
-        gone, chosen = numbers.collapsed_slice_dims, numbers.start_index_map
-        batch = numbers.start_indices_batching_dims
-    else:
-        part, window = _shape(e.invars[2]), numbers.update_window_dims
-        gone, chosen = (
-            numbers.inserted_window_dims,
-            numbers.scatter_dims_to_operand_dims,
-        )
-        batch = numbers.scatter_indices_batching_dims
+    gathers = e.primitive.name == "gather"
+    part = _shape(e.outvars[0] if gathers else e.invars[2])
+    window, gone, chosen, batched, batch = e.params["dimension_numbers"]
     whole, indices = _shape(e.invars[0]), [*range(_rank(e, 1) - 1), None]
     rest = iter(indices)
     of_part: list[Any] = [None if d in window else next(rest) for d in range(len(part))]
     of_whole: list[Any] = [None] * len(whole)
-    batched = numbers.operand_batching_dims
     for d, i in zip(batched, batch, strict=True):
         of_whole[d] = int(i)  # of NumPy, under `jax.vmap`
     kept = [d for d in range(len(whole)) if d not in (*gone, *batched)]
@@ -351,17 +341,12 @@ def places_of_updates(e: core.JaxprEqn) -> list[Factor]:
 
 def _product(e: core.JaxprEqn) -> Dims:
     contracted, batched = e.params["dimension_numbers"]
-    names = [
-        [
-            ("sum", contracted[side].index(d))
-            if d in contracted[side]
-            else ("batch", batched[side].index(d))
-            if d in batched[side]
-            else (side, d)
-            for d in range(_rank(e, side))
-        ]
-        for side in (0, 1)
-    ]
+    names: Any = [[(side, d) for d in range(_rank(e, side))] for side in (0, 1)]
+    for side in (0, 1):
+        for i, d in enumerate(contracted[side]):
+            names[side][d] = "sum", i
+        for i, d in enumerate(batched[side]):
+            names[side][d] = "batch", i
     batch = [("batch", i) for i in range(len(batched[0]))]
     free = [x for side in (0, 1) for x in names[side] if x[0] == side]
     return names, [[*batch, *free]]
