@@ -1,6 +1,5 @@
 """New primitives: an equation of JAX that runs a program of ours."""
 
-import inspect
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -69,54 +68,12 @@ def primitive(name: str, how: How) -> core.Primitive:
     new.is_high = lambda *_, **__: False
     new.def_impl(how.run)
     new.def_effectful_abstract_eval(how.types)
-    mlir.register_lowering(new, _lowering(how.run), cacheable=False)
+    lowered = mlir.lower_fun(how.run, multiple_results=True)
+    mlir.register_lowering(new, lowered, cacheable=False)
     batching.fancy_primitive_batchers[new] = batched
     ad.primitive_jvps[new] = derived
     checked(new, how.plain)
     return new
-
-
-# What JAX 0.10 to 0.12 need to lower a program, beside the operands.
-_GIVEN = {"ctx", "jaxpr", "name_stack", "tokens", "consts_for_constvars", "args"}
-
-_GIVEN |= {"dim_var_values", "const_lowering", "outer_traceback"}
-
-
-def _lowering(run: Callable[..., Any]) -> Callable[..., Any]:
-    """The lowering of a primitive: of the program that it has, or of a trace of `run`.
-
-    A trace would run each equation of the program again.
-    """
-    traced = mlir.lower_fun(run, multiple_results=True)
-    is_known = set(inspect.signature(mlir.jaxpr_subcomp).parameters) == _GIVEN
-
-    def lowered(ctx: Any, *xs: Any, **params: Any) -> Any:
-        program = params.get("program")
-        if not (is_known and program and _is_plain(program, ctx.avals_in)):
-            return traced(ctx, *xs, **params)
-        module, platforms = ctx.module_context, ctx.platforms
-        out, tokens = mlir.jaxpr_subcomp(
-            module.replace(platforms=platforms) if platforms else module,
-            program.jaxpr,
-            ctx.name_stack,
-            ctx.tokens_in,
-            [],
-            *xs,
-            dim_var_values=ctx.dim_var_values,
-            const_lowering=ctx.const_lowering,
-            outer_traceback=None,
-        )
-        ctx.set_tokens_out(tokens)
-        return out
-
-    return lowered
-
-
-def _is_plain(program: Any, types: Sequence[Any]) -> bool:
-    """True if a program has no effects, and types as it was traced with."""
-    jaxpr = program.jaxpr
-    acts = jaxpr.effects or program.consts or getattr(jaxpr, "is_high", False)
-    return not acts and list(types) == [x.aval for x in jaxpr.invars]
 
 
 def differentiated(
