@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from .._devices import meshes
 from . import jaxprs, new_primitive, primitives
 from .rowwise import is_read
 
@@ -82,9 +81,8 @@ def scan_as_one(fn: Any, elems: Any, reverse: bool = False, axis: int = 0) -> An
     n, dim = len(leaves), axis % jnp.ndim(leaves[0])
     if program.effects or jnp.shape(leaves[0])[dim] < 2:
         return plain(fn, elems, reverse, axis)
-    types = [
-        _of_shape(x, (*x.shape[:dim], *x.shape[dim + 1 :])) for x in program.out_avals
-    ]
+    first = functools.partial(jax.lax.index_in_dim, index=0, axis=dim, keepdims=False)
+    types = [jax.eval_shape(first, x) for x in program.out_avals]
     pair: Any = jax.make_jaxpr(of_two)(*types, *types)
     known = [*program.jaxpr.constvars, *pair.jaxpr.constvars]
     out = _scan_primitive().bind(
@@ -97,13 +95,6 @@ def scan_as_one(fn: Any, elems: Any, reverse: bool = False, axis: int = 0) -> An
         reverse=reverse,
     )
     return structure.unflatten(out)
-
-
-def _of_shape(x: Any, shape: tuple[int, ...]) -> Any:
-    """A type like `x`, which varies over devices as that does."""
-    if meshes.varying(x):
-        return x.update(shape=shape, weak_type=False)
-    return jax.ShapeDtypeStruct(shape, x.dtype)
 
 
 def _with_arguments(closed: Any, more: list[Any]) -> Any:
