@@ -6,24 +6,25 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from . import jaxprs
+
 
 def checkpointed(equation: core.JaxprEqn, body: Callable[..., Any]) -> Any:
     """`jax.checkpoint` of another function, with the options of an equation.
 
-    One that computes again for a gradient stays so: XLA must not merge it with the
-    values that it computes again.
+    The function returns a list. One that computes again for a gradient stays so: XLA
+    must not merge it with the values that it computes again.
     """
     options = {key: equation.params[key] for key in ("prevent_cse", "policy")}
     run = jax.checkpoint(body, **options)
     if not equation.params["differentiated"]:
         return run
 
-    def again(*args: Any) -> Any:
-        closed, shapes = jax.make_jaxpr(run, return_shape=True)(*args)
-        *_, last = closed.jaxpr.eqns
+    def again(*args: Any) -> list[Any]:
+        jaxpr, consts = jaxprs.program_of(run, *args)
+        *others, last = jaxpr.eqns
         last = last.replace(params=last.params | {"differentiated": True})
-        jaxpr = closed.jaxpr.replace(eqns=[*closed.jaxpr.eqns[:-1], last])
-        out = jax.core.eval_jaxpr(jaxpr, closed.consts, *jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(shapes), out)
+        program = jaxprs.Program(jaxpr.replace(eqns=[*others, last]), consts)
+        return jaxprs.results(program, jax.tree.leaves(args))
 
     return again
