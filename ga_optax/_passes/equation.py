@@ -111,10 +111,6 @@ class Divided:
         return self._with(number=number, **_read(closed, axes))
 
     @property
-    def is_derivative(self) -> bool:
-        return self.of is not None
-
-    @property
     def has_callbacks(self) -> bool:
         """True if the function calls back for its results, or in a fixed order."""
         return self._has_effect("IO") or self._has_effect("Ordered")
@@ -268,7 +264,7 @@ class Divided:
         In float16 a gradient that is not scaled yet may vanish. If the function
         communicates, the cotangents of other devices come into the gradient.
         """
-        if self.is_derivative or self._has_effect("NamedAxis"):
+        if self.of is not None or self._has_effect("NamedAxis"):
             return False
         results = [self.results[i] for i in smooth]
         is_one = len(results) == 1 and results[0].shape == ()
