@@ -160,25 +160,6 @@ class Divided:
         """Another function over the same micro-batches."""
         return dataclasses.replace(self, **({"of": None, "traced": None} | new))
 
-    def only(self, used: Sequence[int]) -> "Divided":
-        """The function with some of the results alone."""
-        if isinstance(of := self.of, Tangent):
-            return of.base.tangent(of.moving, tuple(of.smooth[i] for i in used))
-        if isinstance(of, Gradient):
-            n = len(of.outs)
-            wrt = tuple(of.wrt[i - n] for i in used if i >= n)
-            outs = tuple(of.outs[i] for i in used if i < n)
-            if wrt and (outs or not of.outs):
-                return of.base.gradient(of._replace(wrt=wrt, outs=outs))
-            if outs:
-                return of.base.only(outs)
-
-        def flat(*xs: Any) -> list[Any]:
-            out = self.flat(*xs)
-            return [out[i] for i in used]
-
-        return self._with(flat=flat, results=tuple(self.results[i] for i in used))
-
     # -- Derivatives -------------------------------------------------------------------
 
     def operands_read(self, operands: Iterable[int]) -> tuple[int, ...]:
@@ -336,20 +317,9 @@ def _divided_primitive(name: str) -> core.Primitive:
         flat = function.flat if program is None else core.jaxpr_as_fun(program)
         return flat, len(function.types)
 
-    def only(
-        function: Divided, kept: Sequence[int], program: Any = None
-    ) -> dict[str, Any]:
-        params: dict[str, Any] = {"function": function.only(kept)}
-        if program is None:
-            return params
-        outs = [program.jaxpr.outvars[i] for i in kept]
-        jaxpr = jaxprs.live(program.jaxpr.replace(outvars=outs))
-        return params | {"program": program.replace(jaxpr=jaxpr)}
-
     how = new_primitive.How(plain, _batched, _derived, impl, _types_of_results)
     new = new_primitive.primitive(name, how)
     new_primitive.transposed(new, _transposed)
-    new_primitive.without_unused(new, only)
     return new
 
 

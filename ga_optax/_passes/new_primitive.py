@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import checkify
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.interpreters import ad, batching, mlir
 
 from . import jaxprs
 
@@ -150,24 +150,3 @@ def checked(primitive: core.Primitive, plain: Callable[..., Any]) -> None:
         return error, results
 
     checks[primitive] = rule
-
-
-def without_unused(primitive: core.Primitive, only: Callable[..., Any]) -> None:
-    """Has JAX leave out results of a primitive that nobody reads.
-
-    `only` takes the parameters of an equation, and the numbers of the results to keep;
-    it returns the parameters of the equation with these results alone.
-    """
-
-    def rule(used: list[bool], *more: Any) -> tuple[list[bool], Any]:
-        equation: core.JaxprEqn = more[-1]  # before it, newer JAX has more to say
-        every = [True] * len(equation.invars)
-        if all(used):
-            return every, equation
-        if not any(used) and not equation.effects:
-            return [False] * len(every), None
-        kept = [i for i, is_used in enumerate(used) if is_used]
-        outs, params = [equation.outvars[i] for i in kept], equation.params
-        return every, equation.replace(outvars=outs, params=only(**params, kept=kept))
-
-    partial_eval.dce_rules[primitive] = rule
