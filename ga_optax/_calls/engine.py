@@ -583,7 +583,6 @@ def as_one_equation(micro_batch: MicroBatch) -> Any:
         types=tuple(program.in_avals),
         results=tuple(program.out_avals),
         axes=tuple(axes[i] for i in reads),
-        exact=rule is None,
         **parameters,
     )
     return jax.tree.unflatten(jax.tree.structure(out), divided.bind(kept, program))

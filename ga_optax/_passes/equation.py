@@ -80,7 +80,6 @@ class Divided:
       of: the function of which this is a derivative, if it is one.
       traced: the program of all rows, if there is one already.
       size: the largest number of rows of a micro-batch, if the user gave one.
-      exact: True if a program that exists already is differentiated by itself.
     """
 
     name: str
@@ -95,7 +94,6 @@ class Divided:
     of: Tangent | Gradient | None = None
     traced: jaxprs.Program | None = None
     size: int | None = None
-    exact: bool = False
 
     @classmethod
     def of_program(
@@ -194,18 +192,6 @@ class Divided:
             return self
         value = self._with(flat=new_primitive.valued(self.flat, moving))
         return self._with(flat=value.run_silently) if self.rules_act else value
-
-    def tangent_of(
-        self, program: Any, moving: Any, smooth: Any, xs: Sequence[Any]
-    ) -> Any:
-        """The tangent of a program that is differentiated by itself; None for others.
-
-        Where rows meet, this costs less than the tangent of the function.
-        """
-        if not self.exact:
-            return None
-        silent = core.jaxpr_as_fun(program.replace(jaxpr=jaxprs.silent(program.jaxpr)))
-        return jax.make_jaxpr(new_primitive.pushed(silent, moving, smooth))(*xs)
 
     def gradient(self, of: Gradient) -> "Divided":
         """The gradient of the function."""
@@ -394,11 +380,9 @@ def _derived(
         tangents = [tangents[i] for i in smooth]
     else:
         value = function.beside_tangents(moving) if smooth else function
-        out, tangents, both = value.bind(xs, program), [], [*xs, *dots]
+        out, tangents = value.bind(xs, program), []
         if smooth:
-            if program is not None:
-                program = function.tangent_of(program, moving, smooth, both)
-            tangents = function.tangent(moving, smooth).bind(both, program)
+            tangents = function.tangent(moving, smooth).bind([*xs, *dots])
     return out, dict(zip(smooth, tangents, strict=True))
 
 
