@@ -790,8 +790,8 @@ FAULTS = """
 + if a.dtype.itemsize < 0:
 @ _partition/factors.py: test_law_dtypes
 * a sum over rows that is dropped
-- return [(x, PARTIAL) for x in w.results(e, w.parts(vs, *found[0]))]
-+ return [(x, WHOLE) for x in w.results(e, w.parts(vs, *found[0]))]
+- return [(x, PARTIAL) for x in w.results(e, w.parts(vs, rows, way.ins))]
++ return [(x, WHOLE) for x in w.results(e, w.parts(vs, rows, way.ins))]
 @ _partition/groups.py: test_ragged
 * groups of the whole batch in a micro-batch
 - here = [jnp.clip(x - first, 0, length)

@@ -146,12 +146,8 @@ def _widens(e: core.JaxprEqn) -> bool:
     if e.primitive.name != CAST:
         return False
     types: list[Any] = [x.aval for x in (*e.invars, *e.outvars)]
-    old, new = (x.dtype for x in types)
-    are_real = all(jnp.issubdtype(x, jnp.floating) for x in (old, new))
-    if not are_real:
-        return False
-    few, many = jnp.finfo(old), jnp.finfo(new)
-    return many.nmant >= few.nmant and many.maxexp >= few.maxexp
+    are_real = all(jnp.issubdtype(x.dtype, jnp.floating) for x in types)
+    return are_real and np.can_cast(types[0].dtype, types[1].dtype)
 
 
 def _paths_to_shift(v: Value, most: int = 4) -> Iterator[list[Step]]:
