@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from .._passes import jaxprs, primitives
-from .held import PARTIAL, Result, Results, Value, types_of
+from .held import PARTIAL, Result, Results, Value, ancestors, types_of
 from .writer import Writer
 
 
@@ -103,14 +103,8 @@ def _work_before(vs: Iterable[Value]) -> tuple[float, float]:
     It is that of all rows, of equations that are not cheap.
     """
     of_rows = waiting = 0.0
-    stack, seen = [v.made for v in vs], set()
-    while stack:
-        made = stack.pop()
-        if made is None or id(made[1]) in seen:
-            continue
-        e, operands, _ = made
-        seen.add(id(operands))
-        stack += (v.made for v in operands)
+    made = {id(v.made[1]): v.made for v in ancestors(vs) if v.made is not None}
+    for e, operands, _ in made.values():
         work = 0.0 if jaxprs.is_cheap(e) else jaxprs.work(e)
         if any(v.rows for v in operands):
             of_rows += work

@@ -224,9 +224,10 @@ class Writer:
         if self.scope.forbids_collectives and not counts:
             raise RowsMeet
 
-    def sum(self, x: Any) -> Any:
-        """The sum over micro-batches."""
-        self.meet()
+    def sum(self, x: Any, vs: Sequence[Value | None] = (None,)) -> Any:
+        """The sum over micro-batches of what is made of values."""
+        for v in vs:
+            self.meet(v)
         return self.axis.sum(x)
 
     def gather(self, x: Any, v: Value | None = None) -> Any:
