@@ -114,7 +114,6 @@ def _picked(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> Any:
     aval: Any = types_of(e)[0]
     if (
         not jaxprs.is_inexact(aval)
-        or d not in numbers.collapsed_slice_dims
         or d not in numbers.start_index_map
         or jaxprs.numbers(aval.shape) * parts > operand.size
     ):

@@ -57,12 +57,6 @@ class Shifted(NamedTuple):
     steps: list[Step]
     varies: set[int]
 
-    @property
-    def factor(self) -> Value | None:
-        """The factor of the product on the way."""
-        products = (x for x in self.steps if x[0].primitive.name == "mul")
-        return next((vs[1 - i] for _, vs, i in products), None)
-
 
 def shifted(v: Value) -> Shifted | None:
     """A value as `Shifted`, by shifts that are the same for all rows."""
@@ -253,9 +247,10 @@ def _largest(
     w: Writer, found: Shifted, rows: Rows, terms: Any, gone: tuple[int, ...]
 ) -> Any:
     """A power of two near the largest term after all steps, and 1 at least."""
-    if found.factor is None:
+    products = [vs[1 - i] for e, vs, i in found.steps if e.primitive.name == "mul"]
+    if not products:
         return jnp.ones([1] * terms.ndim, terms.dtype)
-    dtype = found.factor.aval.dtype
+    dtype = products[0].aval.dtype
     terms = _stepped(w, found, rows, terms, jnp.ones([], dtype))
     most = jnp.max(jnp.abs(jax.lax.stop_gradient(terms)), gone, keepdims=True)
     info = jnp.finfo(dtype)

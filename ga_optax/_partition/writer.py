@@ -475,13 +475,10 @@ class Rules(NamedTuple):
 
 def _in_two(equation: core.JaxprEqn) -> jaxprs.Program | None:
     """A reshape with `dimensions` (order="F") as two equations; None for others."""
-    order = equation.params.get("dimensions")
+    order, shape = map(equation.params.get, ("dimensions", "new_sizes"))
     if equation.primitive.name != "reshape" or order is None:
         return None
-
-    shape = equation.params["new_sizes"]
-
-    def computed(x: jax.Array) -> jax.Array:
-        return jax.lax.reshape(jax.lax.transpose(x, order), shape)
-
-    return jaxprs.program_of(computed, equation.invars[0].aval)
+    return jaxprs.program_of(
+        lambda x: jax.lax.reshape(jax.lax.transpose(x, order), shape),
+        equation.invars[0].aval,
+    )
