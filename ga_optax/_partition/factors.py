@@ -68,7 +68,8 @@ def along_rows(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
 
 def into_sums(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     """Parts of sums over rows."""
-    if (found := chosen_way(vs, lambda _: ways_to_split(e))) is None:
+    sums = [way for way in ways_to_split(e) if set(way.outs) == {None}]
+    if (found := chosen_way(vs, lambda _: sums)) is None:
         return None
     rows, way = found
     return [(x, PARTIAL) for x in w.results(e, w.parts(vs, rows, way.ins))]

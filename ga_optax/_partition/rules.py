@@ -28,12 +28,11 @@ _OWN: dict[Rule, str] = {
     "reduce_or reduce_xor",
     reductions.place_of_extremum: "argmax argmin",
     reductions.cumulative: "cumsum cumprod cummax cummin cumlogsumexp",
-    reductions.user_collective: "psum psum_invariant pmax pmin",
     linear.barrier: "optimization_barrier",
     moves.reshape: "reshape",
     moves.tile: "tile",
     moves.move: " ".join(name for name, row in TABLE.items() if row.shifts),
-    factors.into_sums: "dot_general",
+    factors.into_sums: "dot_general psum psum_invariant",
     groups.convolution: "conv_general_dilated",
     groups.ragged_dot: "ragged_dot_general",
     indexing.scatter: "scatter scatter-add scatter-sub scatter-mul scatter-max "

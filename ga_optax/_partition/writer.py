@@ -475,10 +475,12 @@ class Rules(NamedTuple):
 
 def _in_two(equation: core.JaxprEqn) -> jaxprs.Program | None:
     """A reshape with `dimensions` (order="F") as two equations; None for others."""
-    order, shape = map(equation.params.get, ("dimensions", "new_sizes"))
-    if equation.primitive.name != "reshape" or order is None:
+    p = equation.params
+    if equation.primitive.name != "reshape" or p["dimensions"] is None:
         return None
     return jaxprs.program_of(
-        lambda x: jax.lax.reshape(jax.lax.transpose(x, order), shape),
+        lambda x: jax.lax.reshape(
+            jax.lax.transpose(x, p["dimensions"]), p["new_sizes"]
+        ),
         equation.invars[0].aval,
     )
