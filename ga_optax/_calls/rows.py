@@ -292,17 +292,14 @@ def _roundings(jaxpr: Any, result: Any) -> list[Any]:
     mean in bfloat16 in a float32 loss.
     """
     casts, first = [result], 0
-    is_scalar = result.aval.shape == ()
-    # They are at the end, so no index of all equations is made for them.
-    for e in reversed(jaxpr.eqns) if is_scalar else ():
-        if casts[-1] not in e.outvars:
-            continue
-        is_cast = e.primitive.name == primitives.CAST
-        if not is_cast or not _bits(e.invars[0]) or not _bits(casts[-1]):
+    e = jaxprs.made_by(jaxpr, result) if result.aval.shape == () else None
+    while e is not None and e.primitive.name == primitives.CAST:
+        before, after = map(_bits, (e.invars[0], casts[-1]))
+        if not before or not after:
             break
         casts.append(e.invars[0])
-        if _bits(casts[-1]) > _bits(casts[-2]):
-            first = len(casts) - 1
+        first = len(casts) - 1 if before > after else first
+        e = jaxprs.made_by(jaxpr, casts[-1])
     return casts[first::-1]
 
 
@@ -329,15 +326,11 @@ def merged(
     """
 
     def rows_of_all(rows: Rows, *stacks: jax.Array) -> jax.Array:
-        d, segments = rows.dim, rows.segments
         near = Membership.NEIGHBOURS
         parts = [_joined(Devices(), x, rows, near) for x in stacks]
-        apart = [
-            x.reshape(*x.shape[:d], segments, -1, *x.shape[d + 1 :]) for x in parts
-        ]
-        whole = jnp.concatenate(apart, d + 1)
-        shape = *whole.shape[:d], -1, *whole.shape[d + 2 :]
-        return whole.reshape(1, *shape)
+        apart = [jnp.split(x, rows.segments, rows.dim) for x in parts]
+        segments = zip(*apart, strict=True)
+        return jnp.concatenate([x for pair in segments for x in pair], rows.dim)[None]
 
     results = [
         rows_of_all(layout, x, y)
@@ -365,14 +358,13 @@ def axes_of_results(
     call: Call, part: Partitioned, types: Sequence[Any], membership: Membership
 ) -> list[int | None]:
     """The axis of each result along which it has the rows of the batch, or None."""
-
-    def axis(x: Any, layout: Layout) -> int | None:
-        if not isinstance(layout, Rows):
-            return None
-        d = layout.dim
-        return d if layout == _rows(call, x, d, membership) else None
-
-    return [axis(x, layout) for x, layout in zip(types, part.layouts, strict=False)]
+    pairs = zip(types, part.layouts, strict=False)
+    return [
+        of.dim
+        if isinstance(of, Rows) and of == _rows(call, x, of.dim, membership)
+        else None
+        for x, of in pairs
+    ]
 
 
 def _rows(call: Call, x: Any, d: int, membership: Membership) -> Rows:

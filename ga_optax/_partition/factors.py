@@ -68,15 +68,11 @@ def along_rows(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
 
 def into_sums(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     """Parts of sums over rows."""
-    found = [
-        (v.rows, way.ins)
-        for i, v in enumerate(vs)
-        for way in ways_to_split(e)
-        if v.rows and way.ins[i] == v.dim
-    ]
-    if not found:
+    sums = [way for way in ways_to_split(e) if set(way.outs) == {None}]
+    if (found := chosen_way(vs, lambda _: sums)) is None:
         return None
-    return [(x, PARTIAL) for x in w.results(e, w.parts(vs, *found[0]))]
+    rows, way = found
+    return [(x, PARTIAL) for x in w.results(e, w.parts(vs, rows, way.ins))]
 
 
 @functools.cache

@@ -10,7 +10,7 @@ that made a value; labels and notes, which reports read.
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -418,17 +418,22 @@ def _axes_before(e: core.JaxprEqn) -> dict[int | None, int] | None:
     return dict(zip(after, before, strict=True)) if same else None
 
 
+def ancestors(values: Iterable[Value]) -> Iterator[Value]:
+    """Values, and all that they are computed of, each once."""
+    todo, seen = list(values), set[Value]()
+    while todo:
+        v = todo.pop()
+        if v in seen:
+            continue
+        seen.add(v)
+        yield v
+        if v.made is not None:
+            todo += v.made[1]
+
+
 def is_of_rows(v: Value) -> bool:
     """True if a whole value was computed of values with rows, which met."""
-    todo, seen = ([v] if v.is_whole else []), set()
-    while todo:
-        u = todo.pop()
-        if u.rows or u.is_partial:
-            return True
-        if id(u) not in seen and u.made is not None:
-            seen.add(id(u))
-            todo += u.made[1]
-    return False
+    return v.is_whole and any(u.rows or u.is_partial for u in ancestors([v]))
 
 
 def is_reshaped(v: Value) -> bool:
@@ -469,14 +474,8 @@ _FEW = 16  # numbers: so many more may be summed
 
 def labelled_values(axis: Axis, results: Sequence[Value]) -> list[Value]:
     """All values of a program that results are computed of; none without labels."""
-    found: dict[int, Value] = {}
-    left = list(results) if axis.labels else []
-    while left:
-        v = left.pop()
-        if v.made is not None and id(v) not in found:
-            found[id(v)] = v
-            left += v.made[1]
-    return list(found.values())
+    every = ancestors(results) if axis.labels else ()
+    return [v for v in every if v.made is not None]
 
 
 def value_in_words(v: Value) -> str:

@@ -1,5 +1,6 @@
 """Gathers and scatters: `logits[arange(n), labels]`, `x[ids]`, `segment_sum`."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -82,7 +83,7 @@ def _own(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> Results
         own = rows_in_order(w, operand, indices, numbers.start_index_map)
         if own is None or numbers.operand_batching_dims:
             return None
-        [d, *_] = _batch(e)
+        [d, *_] = _batch(types_of(e)[0], numbers.offset_dims)
         return [(w.run(e, [operand.x, own]), operand.rows.at(d))]
     return factors.along_rows(w, e, [operand, indices])
 
@@ -98,12 +99,9 @@ def reorders(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> boo
     return own and as_many and rows_in_order(w, operand, indices, index_map) is None
 
 
-def _batch(e: core.JaxprEqn) -> list[int]:
-    """The axes of the result that come from the indices."""
-    rank = len(types_of(e)[0].shape)
-    return [
-        d for d in range(rank) if d not in e.params["dimension_numbers"].offset_dims
-    ]
+def _batch(picked: Any, window: Sequence[int]) -> list[int]:
+    """The axes of a result, or of updates, that come from the indices."""
+    return [d for d in range(len(picked.shape)) if d not in window]
 
 
 def _picked(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> Any:
@@ -116,7 +114,6 @@ def _picked(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> Any:
     aval: Any = types_of(e)[0]
     if (
         not jaxprs.is_inexact(aval)
-        or d not in numbers.collapsed_slice_dims
         or d not in numbers.start_index_map
         or jaxprs.numbers(aval.shape) * parts > operand.size
     ):
@@ -128,16 +125,16 @@ def _picked(w: Writer, e: core.JaxprEqn, operand: Value, indices: Value) -> Any:
     clipped = jnp.clip(asked, 0, operand.shape[d] - 1)
     row = asked if mode == modes.FILL_OR_DROP else clipped
     here, mine = w.place_of(operand, row)
-    at = at.at[..., column].set(here)
+    at, batch = at.at[..., column].set(here), _batch(aval, numbers.offset_dims)
     # Indices of other micro-batches become 0: neither unique nor sorted any more.
     at = jnp.where(mine[..., None], at, 0)
     broken = {"unique_indices": False, "indices_are_sorted": False}
     picked = w.run(e, [operand.x, at], **broken)
     if mode == modes.PROMISE_IN_BOUNDS:
         # XLA clips an index that is out of bounds, and drops the cotangent of it.
-        is_out = jax.lax.broadcast_in_dim(asked != clipped, aval.shape, _batch(e))
+        is_out = jax.lax.broadcast_in_dim(asked != clipped, aval.shape, batch)
         picked = jnp.where(is_out, jax.lax.stop_gradient(picked), picked)
-    mine = jax.lax.broadcast_in_dim(mine, aval.shape, _batch(e))
+    mine = jax.lax.broadcast_in_dim(mine, aval.shape, batch)
     return jnp.where(mine, picked, jnp.zeros_like(picked))
 
 
@@ -230,8 +227,7 @@ def _scattered_own(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     """Each row's updates go to that row, as after `logits[arange(n), labels]`."""
     operand, _, updates = vs
     numbers = e.params["dimension_numbers"]
-    rank, window = len(updates.shape), numbers.update_window_dims
-    batch = [d for d in range(rank) if d not in window]
+    batch = _batch(updates, numbers.update_window_dims)
     index_map = numbers.scatter_dims_to_operand_dims
     for d in set(index_map).intersection(numbers.inserted_window_dims):
         due = zip(vs, (d, 0, *batch[:1]), strict=False)
@@ -248,8 +244,7 @@ def scatter_wanted(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> 
     operand, indices, updates = vs
     numbers = e.params["dimension_numbers"]
     index_map = numbers.scatter_dims_to_operand_dims
-    rank, window = len(updates.shape), numbers.update_window_dims
-    batch = [d for d in range(rank) if d not in window]
+    batch = _batch(updates, numbers.update_window_dims)
     is_own = {*index_map}.intersection(numbers.inserted_window_dims)
     if not batch or numbers.operand_batching_dims or rows.dim not in is_own:
         return None
@@ -310,7 +305,7 @@ def _scattered_over(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         if jaxprs.is_inexact(operand.aval):
             return [(w.run(e, [w.addend(operand), indices, updates]), PARTIAL)]
         new = w.run(e, [jnp.zeros_like(operand.x), indices, updates])
-        return [(operand.x + _sum(w, others, new), WHOLE)]
+        return [(operand.x + w.sum(new, others), WHOLE)]
     if name != "scatter":
         return None
     return _written(w, e, vs, _Updates(indices, updates, along[0][0]))
@@ -353,15 +348,8 @@ def _written(w: Writer, e: core.JaxprEqn, vs: list[Value], here: _Updates) -> Re
     new = jax.lax.scatter_add(start, here.indices, updates, numbers, **how)
     if is_empty and jaxprs.is_inexact(new):
         return [(new, PARTIAL)]
-    new = _sum(w, others, new).astype(operand.aval.dtype)
+    new = w.sum(new, others).astype(operand.aval.dtype)
     return [(new if top is None else jnp.where(top > 0, new, operand.x), WHOLE)]
-
-
-def _sum(w: Writer, vs: list[Value], here: Any) -> Any:
-    """The sum over micro-batches of a result of values."""
-    for v in vs:
-        w.meet(v)
-    return w.axis.sum(here)
 
 
 def _order(
@@ -381,7 +369,7 @@ def _order(
         if not chosen and operand.shape[d] == updates.shape[at]:
             shape[d] = own[at] = 1
     order = jnp.zeros([], jnp.int32)
-    batch = [d for d in range(len(own)) if d not in numbers.update_window_dims]
+    batch = _batch(updates, numbers.update_window_dims)
     for n, d in zip(indices.shape, batch, strict=False):
         each = jnp.arange(n, dtype=jnp.int32)
         each = each if own[d] == n else w.rows_of(each, here.rows.at(0))

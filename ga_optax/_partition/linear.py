@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from .._passes import jaxprs, primitives
-from .held import PARTIAL, Result, Results, Value
+from .held import PARTIAL, Result, Results, Value, ancestors, types_of
 from .writer import Writer
 
 
@@ -33,16 +33,19 @@ def linear(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:
         jaxprs.inner_programs(e) or not jaxprs.is_cheap(e)
     ):
         return None
-    if name == primitives.CAST and not _is_of_reals(e):
-        return None
-    if name == primitives.CAST and _bits(e.outvars[0].aval) < _bits(vs[0].x):
-        # The sum must be rounded, and not the terms: it is when it is complete.
-        forbids = w.scope.forbids_collectives and not w.scope.may_count
-        rounds = forbids or w.scope.is_inner
-        return None if rounds else [(vs[0].x, PARTIAL)]
+    if name == primitives.CAST:
+        old, new = (x.dtype for x in (vs[0].x, *types_of(e)))
+        if not jaxprs.is_inexact(vs[0].x) or old.kind == "c" != new.kind:
+            return None  # it drops more than digits
+        if jnp.finfo(new).bits < jnp.finfo(old).bits:
+            # The sum must be rounded, and not the terms: it is when it is complete.
+            forbids = w.scope.forbids_collectives and not w.scope.may_count
+            rounds = forbids or w.scope.is_inner
+            return None if rounds else [(vs[0].x, PARTIAL)]
     if name == "gather" and e.params["fill_value"]:
         return None  # it is added once, and not by each micro-batch
-    if name == "broadcast_in_dim" and _grows(e) and not w.scope.forbids_collectives:
+    grows = name == "broadcast_in_dim" and jaxprs.computed(e) > vs[0].size
+    if grows and not w.scope.forbids_collectives:
         return None  # the smaller one is summed
     if any(_is_late(v, vs) for v in vs) or is_summed_first(w, e, vs):
         return None
@@ -52,12 +55,6 @@ def linear(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result] | None:
     if any(v.is_wide for v in vs):
         xs = _alike(xs)
     return [(x, PARTIAL) for x in w.results(e, xs)]
-
-
-def _grows(e: core.JaxprEqn) -> bool:
-    pair: list[Any] = [e.invars[0].aval, e.outvars[0].aval]
-    before, after = (jaxprs.numbers(x.shape) for x in pair)
-    return after > before
 
 
 def barrier(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
@@ -106,14 +103,8 @@ def _work_before(vs: Iterable[Value]) -> tuple[float, float]:
     It is that of all rows, of equations that are not cheap.
     """
     of_rows = waiting = 0.0
-    stack, seen = [v.made for v in vs], set()
-    while stack:
-        made = stack.pop()
-        if made is None or id(made[1]) in seen:
-            continue
-        e, operands, _ = made
-        seen.add(id(operands))
-        stack += (v.made for v in operands)
+    made = {id(v.made[1]): v.made for v in ancestors(vs) if v.made is not None}
+    for e, operands, _ in made.values():
         work = 0.0 if jaxprs.is_cheap(e) else jaxprs.work(e)
         if any(v.rows for v in operands):
             of_rows += work
@@ -122,18 +113,8 @@ def _work_before(vs: Iterable[Value]) -> tuple[float, float]:
     return of_rows, waiting
 
 
-def _is_of_reals(e: core.JaxprEqn) -> bool:
-    """True for a cast that drops nothing but digits."""
-    types: list[Any] = [x.aval for x in (*e.invars, *e.outvars)]
-    old, new = (x.dtype.kind for x in types)
-    return jaxprs.is_inexact(types[0]) and (old != "c" or new == "c")
-
-
-def _bits(x: Any) -> int:
-    return jnp.finfo(x.dtype).bits
-
-
 def _alike(xs: Sequence[Any]) -> list[Any]:
     """Operands of which all real numbers have the digits of the widest."""
-    widest = max((x for x in xs if jaxprs.is_inexact(x)), key=_bits).dtype
+    some = (x.dtype for x in xs if jaxprs.is_inexact(x))
+    widest = max(some, key=lambda dtype: jnp.finfo(dtype).bits)
     return [jnp.asarray(x, widest) if jaxprs.is_inexact(x) else x for x in xs]

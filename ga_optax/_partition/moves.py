@@ -1,7 +1,7 @@
 """Moves of rows: slices, reversals, padding, concatenations, reshapes."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,19 +54,6 @@ def tile(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     times = e.params["reps"][v.dim]
     rows = v.rows._replace(segments=v.rows.segments * times)
     return [(w.run(e, [v.x]), rows)]
-
-
-def dynamic_slice(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    """One row, of which the others have zeros."""
-    v, *starts = vs
-    one_row = v.rows and e.params["slice_sizes"][v.dim] == 1
-    if not one_row or not is_inexact(v.aval):
-        return None
-    xs = [w.whole(start) for start in starts]
-    row = jnp.clip(xs[v.dim], 0, v.shape[v.dim] - 1)
-    xs[v.dim], mine = w.place_of(v, row)
-    x = w.run(e, [v.x, *xs])
-    return [(jnp.where(mine, x, jnp.zeros_like(x)), PARTIAL)]
 
 
 # == Moves of rows =====================================================================
@@ -166,33 +153,25 @@ def _picked(w: Writer, source: Source | None, d: int, rows: Rows | None) -> Any:
 # -- Out of the rows of a micro-batch --------------------------------------------------
 
 
-class _Held(NamedTuple):
-    """The rows of all operands, one after the other, as micro-batches hold them.
+# The rows of all operands, one after the other, as micro-batches hold them: those here;
+# for each row the micro-batch that holds it; and its place among those there.
+_Held = tuple[Any, np.ndarray, np.ndarray]
 
-    Attributes:
-      x: the rows here.
-      owner: the micro-batch that holds a row, for each row of the operands.
-      place: the place of that row in `x` there.
-    """
 
-    x: Any
-    owner: np.ndarray
-    place: np.ndarray
-
-    def picked(self, w: Writer, numbers: np.ndarray, d: int, length: int) -> Any:
-        """A result that has these rows, if each micro-batch has its own, or few are."""
-        n, k = len(numbers), w.axis.size
-        if n < max(k, 2) and is_inexact(self.x):
-            few, shape = _at(self.x, self.place[numbers], d), [1] * self.x.ndim
-            shape[d] = n
-            owner = jnp.asarray(self.owner[numbers], jnp.int32).reshape(shape)
-            return jnp.where(owner == w.index, few, jnp.zeros_like(few)), PARTIAL
-        for rows in _splits(w, n, d, length):
-            order = numbers[_order(n, rows, k)]
-            is_here = self.owner[order] == np.arange(k)[:, None]
-            if is_here.all() and (self.place[order] == self.place[order[0]]).all():
-                return _at(self.x, self.place[order[0]], d), rows
-        return None
+def _of_held(w: Writer, every: _Held, numbers: np.ndarray, d: int, length: int) -> Any:
+    """A result that has these rows, if each micro-batch has its own, or few are."""
+    (x, owners, places), n, k = every, len(numbers), w.axis.size
+    if n < max(k, 2) and is_inexact(x):
+        few, shape = _at(x, places[numbers], d), [1] * x.ndim
+        shape[d] = n
+        owner = jnp.asarray(owners[numbers], jnp.int32).reshape(shape)
+        return jnp.where(owner == w.index, few, jnp.zeros_like(few)), PARTIAL
+    for rows in _splits(w, n, d, length):
+        order = numbers[_order(n, rows, k)]
+        is_here, place = owners[order] == np.arange(k)[:, None], places[order]
+        if is_here.all() and (place == place[0]).all():
+            return _at(x, place[0], d), rows
+    return None
 
 
 def _splits(w: Writer, n: int, d: int, length: int) -> list[Rows]:
@@ -220,8 +199,8 @@ def _here(w: Writer, e: core.JaxprEqn, vs: list[Value], d: int, length: int) -> 
     order = np.concatenate(orders, 1)  # the numbers of the rows of each micro-batch
     owner, place = np.divmod(order.argsort(None), order.shape[1])
     x = jax.lax.concatenate(xs, d) if len(xs) > 1 else _along_others(w, e, xs[0], d)
-    held = _Held(x, owner, place)
-    out = [held.picked(w, x, d, length) for x in _numbers(e, d, start)]
+    mine = x, owner, place
+    out = [_of_held(w, mine, numbers, d, length) for numbers in _numbers(e, d, start)]
     return out if all(out) else None
 
 

@@ -106,86 +106,63 @@ def partition(
     """
     split = ((a.layout, a.aval) for a in arguments if isinstance(a.layout, Rows))
     some = next((Created(x, of.shape[x.dim]) for x, of in split), None)
-    of_like = None if like is None else like.layouts
-    whole = _Whole(jaxpr, arguments, axis, first, of_like)
+    wanted = like.layouts if like else [first] if first else []
+    run = functools.partial(_partitioned, jaxpr, arguments, wanted)
     if like is not None and some is not None:  # what was chosen there
         some = dataclasses.replace(some, cut=like.cut)
-        whole = whole._replace(axis=axis._replace(turns=axis.turns and like.turns))
-        return whole.partitioned(some)
-    best = best_with_created(whole.partitioned, lambda x: _cost(x.jaxpr, axis), some)
+        return run(axis._replace(turns=axis.turns and like.turns), some)
+    of_axis = functools.partial(run, axis)
+    best = best_with_created(of_axis, lambda x: _cost(x.jaxpr, axis), some)
     if not best.turns:
         return best
     some = some and dataclasses.replace(some, cut=best.cut)
-    by_rows = whole._replace(axis=axis._replace(turns=False)).partitioned(some)
+    by_rows = run(axis._replace(turns=False), some)
     return min(best, by_rows, key=lambda x: work_of_loops(x.jaxpr, axis))
 
 
-class _Whole(NamedTuple):
-    """A program of the whole batch, see `partition`."""
-
-    jaxpr: core.Jaxpr
-    arguments: Sequence[Argument]
-    axis: Axis
-    first: Layout | None
-    layouts: Sequence[Layout] | None
-
-    def partitioned(self, some: Created | None) -> Partitioned:
-        """The program, with rows of some of what it creates."""
-        closed, found = self._traced(some)
-        part = _live(closed, found, self.axis, [a.smooth for a in self.arguments])
-        return part._replace(cut=frozenset() if some is None else some.cut)
-
-    def _traced(self, some: Created | None) -> tuple[Any, dict[str, Any]]:
-        """The program, and what was recorded; `some` of what it creates has rows."""
-        axis, found = self.axis, {}
-
-        def micro_batch(xs: Sequence[Any], index: Any) -> list[Any]:
-            mine = rules.RULES._replace(operands=some) if some else rules.RULES
-            if isinstance(axis.parts, Uneven):
-                index = index + axis.parts.before
-            is_uneven = not axis.is_even
-            scope = Scope(forbids_collectives=is_uneven, may_count=is_uneven)
-            w = Writer(axis, index, mine, Records(), scope)
-            given = [
-                Value(x, a.aval, a.layout, 0, a.smooth, a.smooth)
-                for x, a in zip(xs, self.arguments, strict=True)
-            ]
-            jaxpr = jaxprs.without_constants(self.jaxpr)
-            of_loss = [True, *[False] * (len(jaxpr.outvars) - 1)]
-            out = w.interpret(jaxpr, (), given, of_loss if is_uneven else ())
-            (late, operands), layouts = held.late_of(out), self.layouts
-            if layouts is None:
-                own = [v.layout if some is None else some.layout(v) for v in out]
-                own += [v.layout for v in operands]
-                layouts = [self.first or own[0], *own[1:]]
-            # Not the writer, which holds what is traced.
-            found.update(layouts=layouts, late=late, records=w.records)
-            pairs = zip([*out, *operands], layouts, strict=True)
-            put = [_put(w, v, layout) for v, layout in pairs]
-            values = held.labelled_values(axis, out)
-            found.update(labels=list(map(held.value_in_words, values)))
-            return [*put, *(v.x for v in values)]
-
-        types = [
-            held.type_here(
-                a.aval, held.local_shape(a.aval.shape, a.layout, axis.parts), None
-            )
-            for a in self.arguments
-        ]
-        number = jax.ShapeDtypeStruct((), jnp.int32)
-        for x in types:
-            number = held.type_here(number, (), x)
-        closed = jax.make_jaxpr(micro_batch, axis_env=axis.env)(types, number)
-        return held.labelled_program(closed, found["labels"]), found
-
-
-def _live(
-    closed: Any, found: dict[str, Any], axis: Axis, smooth: list[bool]
+def _partitioned(
+    jaxpr: core.Jaxpr,
+    arguments: Sequence[Argument],
+    wanted: Sequence[Layout],
+    axis: Axis,
+    some: Created | None,
 ) -> Partitioned:
-    """Such a program without what nobody reads."""
-    records: Records = found["records"]
-    live = jaxprs.live(closed.jaxpr)
-    meets = _meets(live, axis)
+    """The program, with the layouts that are wanted of its first results.
+
+    `some` of what the program creates has rows.
+    """
+    records, found = Records(), dict[str, Any]()
+
+    def micro_batch(xs: Sequence[Any], index: Any) -> list[Any]:
+        mine = rules.RULES._replace(operands=some) if some else rules.RULES
+        if isinstance(axis.parts, Uneven):
+            index = index + axis.parts.before
+        is_uneven = not axis.is_even
+        scope = Scope(forbids_collectives=is_uneven, may_count=is_uneven)
+        w = Writer(axis, index, mine, records, scope)
+        given = [
+            Value(x, a.aval, a.layout, 0, a.smooth, a.smooth)
+            for x, a in zip(xs, arguments, strict=True)
+        ]
+        whole = jaxprs.without_constants(jaxpr)
+        of_loss = [True, *[False] * (len(whole.outvars) - 1)]
+        out = w.interpret(whole, (), given, of_loss if is_uneven else ())
+        late, operands = held.late_of(out)
+        own = [v.layout if some is None else some.layout(v) for v in out]
+        own += [v.layout for v in operands]
+        layouts = [*wanted, *own[len(wanted) :]]
+        pairs = zip([*out, *operands], layouts, strict=True)
+        put = [_put(w, v, layout) for v, layout in pairs]
+        values = held.labelled_values(axis, out)
+        labels = list(map(held.value_in_words, values))
+        found.update(layouts=layouts, late=late, labels=labels)
+        return [*put, *(v.x for v in values)]
+
+    types = _types_here(arguments, axis)
+    closed = jax.make_jaxpr(micro_batch, axis_env=axis.env)(*types)
+    closed = held.labelled_program(closed, found["labels"])
+    live, smooth = jaxprs.live(closed.jaxpr), [a.smooth for a in arguments]
+    meets = any(axis.is_meeting(e) for e in jaxprs.equations(live))
     return Partitioned(
         live,
         closed.consts,
@@ -195,9 +172,21 @@ def _live(
         meets,
         _in_gradient(live, axis, smooth) if meets else None,
         jaxprs.num_readers(live, live.invars[-1]) > 0,
-        turns=records.turns,
-        late=found["late"],
+        frozenset() if some is None else some.cut,
+        records.turns,
+        found["late"],
     )
+
+
+def _types_here(arguments: Sequence[Argument], axis: Axis) -> tuple[list[Any], Any]:
+    """The types of what a micro-batch has of the arguments, and of its index."""
+    shapes = [held.local_shape(a.aval.shape, a.layout, axis.parts) for a in arguments]
+    pairs = zip(arguments, shapes, strict=True)
+    types = [held.type_here(a.aval, shape, None) for a, shape in pairs]
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    for x in types:
+        number = held.type_here(number, (), x)
+    return types, number
 
 
 def _put(w: Writer, v: Value, layout: Layout) -> Any:
@@ -222,11 +211,6 @@ def _in_gradient(jaxpr: core.Jaxpr, axis: Axis, smooth: Sequence[bool]) -> Any:
         if axis.meets(e) and not found.isdisjoint(jaxprs.variables(e.invars)):
             return next(filter(axis.is_meeting, jaxprs.within(e)))
     return None
-
-
-def _meets(jaxpr: core.Jaxpr, axis: Axis) -> bool:
-    """True if there is a collective over the axis, or what stands for one."""
-    return any(axis.is_meeting(e) for e in jaxprs.equations(jaxpr))
 
 
 def in_any_order(jaxpr: core.Jaxpr, part: Partitioned) -> bool:

@@ -12,7 +12,7 @@ from .._passes import primitives
 from .._passes.jaxprs import is_inexact
 from . import extrema, held, shifted
 from .factors import along_factor, along_rows, into_sums, operand_layouts, ways_to_split
-from .held import PARTIAL, WHOLE, Result, Results, Rows, Value
+from .held import PARTIAL, WHOLE, Results, Rows, Value
 from .writer import Writer
 
 # == Reductions ========================================================================
@@ -100,21 +100,16 @@ def _extremum(w: Writer, e: core.JaxprEqn, v: Value) -> Any:
     """
     is_max = e.primitive.name == "reduce_max"
     if not w.is_compared(e, v):
-        return _stopped_extremum(w, is_max, v, w.run(e, [v.x]))
+        w.meet(v)
+        here = jax.lax.stop_gradient(w.run(e, [v.x]))
+        as_int = here.astype(jnp.int32) if here.dtype == jnp.bool_ else here
+        return w.axis.extremum(as_int, is_max).astype(here.dtype)
     x, axes = jax.lax.optimization_barrier(v.x), tuple(e.params["axes"])
     here = extrema.extremum_here(is_max, axes, x)
     attain = extrema.attaining(is_max, axes, *map(jax.lax.stop_gradient, (x, here)))
     count = jnp.sum(attain, axes, dtype=here.dtype)
     found, counts = w.gather(here, v), w.gather(jax.lax.stop_gradient(count))
     return extrema.of_parts(is_max, found, counts)
-
-
-def _stopped_extremum(w: Writer, is_max: bool, v: Value, here: Any) -> Any:
-    """The same where it has no derivative."""
-    w.meet(v)
-    x = jax.lax.stop_gradient(here)
-    as_int = x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
-    return w.axis.extremum(as_int, is_max).astype(x.dtype)
 
 
 def place_of_extremum(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
@@ -129,28 +124,6 @@ def place_of_extremum(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     places, values = w.gather(at + first, v), w.gather(best, v)
     which = w.run(e, [values], axes=(0,))
     return [(jnp.take_along_axis(places, which[None], 0)[0], WHOLE)]
-
-
-def user_collective(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    """`psum`, `pmax` and `pmin` over axes of the user.
-
-    The axis of a `jax.vmap` with an `axis_name` is a number here: an axis of the array.
-    """
-    axes = tuple(a for a in e.params["axes"] if isinstance(a, int))
-    out: list[Result] = []
-    for v in vs:
-        [here] = w.results(e, [v.x])
-        if v.rows is None:
-            out.append((here, WHOLE))
-        elif v.dim not in axes:
-            left = v.rows.at(v.dim - sum(a < v.dim for a in axes))
-            out.append((here, left))
-        elif e.primitive.name.startswith("psum"):
-            out.append((here, PARTIAL))
-        else:  # JAX has no derivative of them
-            is_max = e.primitive.name == "pmax"
-            out.append((_stopped_extremum(w, is_max, v, here), WHOLE))
-    return out
 
 
 def cumulative(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:

@@ -57,12 +57,6 @@ class Shifted(NamedTuple):
     steps: list[Step]
     varies: set[int]
 
-    @property
-    def factor(self) -> Value | None:
-        """The factor of the product on the way."""
-        products = (x for x in self.steps if x[0].primitive.name == "mul")
-        return next((vs[1 - i] for _, vs, i in products), None)
-
 
 def shifted(v: Value) -> Shifted | None:
     """A value as `Shifted`, by shifts that are the same for all rows."""
@@ -146,12 +140,8 @@ def _widens(e: core.JaxprEqn) -> bool:
     if e.primitive.name != CAST:
         return False
     types: list[Any] = [x.aval for x in (*e.invars, *e.outvars)]
-    old, new = (x.dtype for x in types)
-    are_real = all(jnp.issubdtype(x, jnp.floating) for x in (old, new))
-    if not are_real:
-        return False
-    few, many = jnp.finfo(old), jnp.finfo(new)
-    return many.nmant >= few.nmant and many.maxexp >= few.maxexp
+    are_real = all(jnp.issubdtype(x.dtype, jnp.floating) for x in types)
+    return are_real and np.can_cast(types[0].dtype, types[1].dtype)
 
 
 def _paths_to_shift(v: Value, most: int = 4) -> Iterator[list[Step]]:
@@ -257,9 +247,10 @@ def _largest(
     w: Writer, found: Shifted, rows: Rows, terms: Any, gone: tuple[int, ...]
 ) -> Any:
     """A power of two near the largest term after all steps, and 1 at least."""
-    if found.factor is None:
+    products = [vs[1 - i] for e, vs, i in found.steps if e.primitive.name == "mul"]
+    if not products:
         return jnp.ones([1] * terms.ndim, terms.dtype)
-    dtype = found.factor.aval.dtype
+    dtype = products[0].aval.dtype
     terms = _stepped(w, found, rows, terms, jnp.ones([], dtype))
     most = jnp.max(jnp.abs(jax.lax.stop_gradient(terms)), gone, keepdims=True)
     info = jnp.finfo(dtype)

@@ -224,9 +224,10 @@ class Writer:
         if self.scope.forbids_collectives and not counts:
             raise RowsMeet
 
-    def sum(self, x: Any) -> Any:
-        """The sum over micro-batches."""
-        self.meet()
+    def sum(self, x: Any, vs: Sequence[Value | None] = (None,)) -> Any:
+        """The sum over micro-batches of what is made of values."""
+        for v in vs:
+            self.meet(v)
         return self.axis.sum(x)
 
     def gather(self, x: Any, v: Value | None = None) -> Any:
@@ -474,13 +475,12 @@ class Rules(NamedTuple):
 
 def _in_two(equation: core.JaxprEqn) -> jaxprs.Program | None:
     """A reshape with `dimensions` (order="F") as two equations; None for others."""
-    order = equation.params.get("dimensions")
-    if equation.primitive.name != "reshape" or order is None:
+    p = equation.params
+    if equation.primitive.name != "reshape" or p["dimensions"] is None:
         return None
-
-    shape = equation.params["new_sizes"]
-
-    def computed(x: jax.Array) -> jax.Array:
-        return jax.lax.reshape(jax.lax.transpose(x, order), shape)
-
-    return jaxprs.program_of(computed, equation.invars[0].aval)
+    return jaxprs.program_of(
+        lambda x: jax.lax.reshape(
+            jax.lax.transpose(x, p["dimensions"]), p["new_sizes"]
+        ),
+        equation.invars[0].aval,
+    )

@@ -212,6 +212,12 @@ def _gone(key: str) -> Callable[[core.JaxprEqn], Dims]:
     return dims
 
 
+def _over_axes(e: core.JaxprEqn) -> Dims:
+    """Dimensions of a collective, of which axes of `jax.vmap` are numbers."""
+    ins = [range(_rank(e, i)) for i in range(len(e.invars))]
+    return ins, [[d for d in dims if d not in e.params["axes"]] for dims in ins]
+
+
 def _turned(e: core.JaxprEqn) -> Dims:
     return [range(_rank(e))], [e.params["permutation"]]
 
@@ -480,7 +486,8 @@ _entry("scatter-mul scatter-max scatter-min", _indexed)
 _entry("scatter-add scatter-sub", _indexed, "", _in(0, 2))
 _entry("iota", None, "", EXACT)
 _entry(f"optimization_barrier {APART} tile", None, "", LINEAR)
-_entry("psum psum_invariant", None, "", LINEAR, PASSED)
+_entry("psum psum_invariant", _over_axes, "", LINEAR, PASSED)
+_entry("pmax pmin", _over_axes)
 _entry("reduce_scatter", _exchanged, "", LINEAR, PASSED)
 _entry("random_wrap random_unwrap", "... _", "", OPEN)
 _entry("random_seed", "...")
@@ -534,7 +541,7 @@ _entry("fft", _fourier, "jnp.fft.fft(h)", DEAR)
 _entry("all_gather all_to_all", _exchanged, "", LINEAR)
 _entry("ppermute", "...", "", LINEAR)
 _entry("all_gather_invariant all_gather_reduced axis_index")
-_entry("pbroadcast pmax pmin after_all empty2 eq_to random_clone reduce")
+_entry("pbroadcast after_all empty2 eq_to random_clone reduce")
 _entry("ragged_all_to_all random_bits random_gamma rng_bit_generator", None, "", DEAR)
 _entry("threefry2x32 hessenberg tridiagonal reduce_window", None, "", DEAR)
 _entry(f"select_and_scatter {GATHER_PARTS}", None, "", DEAR)
