@@ -201,21 +201,13 @@ def plan(
     return Plan(answer, batch_size, limit, compiled, untried)
 
 
-class _StepError(Exception):
-    """A step that does not fit the other arguments: the error's type and message."""
-
-
 def _check_make_step(make_step: Any) -> None:
     """Raises unless `make_step` can be called with a number of micro-batches alone."""
-    signature = "of num_microbatches that returns a jitted function"
-    example = "lambda k: jax.jit(ga_optax.value_and_grad(loss, k)), for example."
-    todo = f"Pass the function that builds your step: {example}"
-    _checks.check_callable("make_step", make_step, signature, todo)
-    if hasattr(make_step, "lower"):
-        raise TypeError(
-            f"make_step must be a function {signature}, but it is a jitted function. "
-            f"{todo}"
-        )
+    todo = (
+        "Pass the function that builds your jitted step: "
+        "lambda k: jax.jit(ga_optax.value_and_grad(loss, k)), for example."
+    )
+    _checks.check_callable("make_step", make_step, "of num_microbatches", todo)
     with contextlib.suppress(ValueError):  # a built-in function has no signature
         signature = inspect.signature(make_step)
         try:
@@ -290,57 +282,35 @@ class _Search:
             f"jax.checkpoint, or shard over more devices.\n{page}"
         ) from (None if needs else self._errors[0])
 
-    def _compile(self, k: int) -> tuple[Any, list[str]]:
-        """The compiled step with k micro-batches, and the notes of `value_and_grad`."""
-        with places.recordings() as lines, places.seen_batches() as batches:
-            try:
-                step = self._make_step(k)
-                lower = getattr(step, "lower", None)
-                lowered = None if lower is None else lower(*self._args)
-            finally:
-                pairs = [sorted((self._batch_size, rows)) for rows in batches]
-                if batches and all(many % few for few, many in pairs):
-                    raise _StepError(
-                        ValueError,
-                        "batch_size must be the number of rows of the step's batch, but"
-                        f" it is {self._batch_size}, and value_and_grad got a batch of "
-                        f"{batches[0]}. Pass that number, or other arguments.",
-                    )
-            if lowered is None:
-                raise _StepError(
-                    TypeError,
-                    "make_step must return a jitted function, but num_microbatches="
-                    f"{k} gave a {type(step).__name__}, which has no `lower`. Return "
-                    "jax.jit(step).",
-                )
-            return lowered.compile(), lines
-
     def _measured(self, k: int) -> Candidate:
         """Compiles a candidate, and prints the progress."""
         say = functools.partial(print, file=sys.stderr, flush=True)
         say(f"plan: num_microbatches={k}: compiling ...", end="")
         start = time.perf_counter()
-        try:
-            compiled, lines = self._compile(k)
-        except _StepError as error:
-            kind, message = error.args
-            raise kind(message) from None
-        except Exception as error:  # from the user's code or the compiler: reported
-            self._errors.append(error)
-            message = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
+        step = compiled = failure = None
+        with places.recordings() as lines, places.seen_batches() as batches:
+            try:
+                step = self._make_step(k)
+                lower = getattr(step, "lower", None)
+                compiled = lower and lower(*self._args).compile()
+            except Exception as error:  # from the user's code or the compiler: reported
+                failure = error
+        self._check_batch_size(batches)
+        if failure is not None:
+            self._errors.append(failure)
+            message = (
+                f"{type(failure).__name__}: {str(failure).strip() or 'no message'}"
+            )
             candidate = Candidate(k, error=message.splitlines()[0])
             outcome = f"failed: {candidate.error}"
+        elif compiled is None:
+            raise TypeError(
+                f"make_step must return a jitted function, but num_microbatches={k} "
+                f"gave a {type(step).__name__}, which has no `lower`. Return "
+                "jax.jit(step)."
+            )
         else:
-            analysis = compiled.memory_analysis()
-            if analysis is None:
-                raise ValueError(
-                    "The backend must report the memory of compiled programs, but "
-                    f"{jax.default_backend()!r} reports none. Plan on another backend."
-                )
-            kinds = "argument", "output", "alias"
-            sizes: Any = {x: getattr(analysis, f"{x}_size_in_bytes") for x in kinds}
-            temp, host = temporaries(analysis), host_bytes(analysis)
-            candidate = Candidate(k, temp, **sizes, host=host, notes=tuple(lines))
+            candidate = _candidate(k, compiled, tuple(lines))
             fits = (candidate.bytes or 0) <= self._limit
             candidate = dataclasses.replace(candidate, fits=fits)
             size = bytes_in_words(candidate.bytes or 0)
@@ -349,6 +319,30 @@ class _Search:
         say(f" {outcome} ({seconds:.1f} s)")
         self.compiled[k] = dataclasses.replace(candidate, seconds=seconds)
         return self.compiled[k]
+
+    def _check_batch_size(self, batches: Sequence[int]) -> None:
+        """Raises if `value_and_grad` got batches of other numbers of rows alone."""
+        pairs = [sorted((self._batch_size, rows)) for rows in batches]
+        if batches and all(many % few for few, many in pairs):
+            raise ValueError(
+                "batch_size must be the number of rows of the step's batch, but it is "
+                f"{self._batch_size}, and value_and_grad got a batch of {batches[0]}. "
+                "Pass that number, or other arguments."
+            )
+
+
+def _candidate(k: int, compiled: Any, notes: tuple[str, ...]) -> Candidate:
+    """The sizes of a compiled candidate, before the limit is known."""
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        raise ValueError(
+            "The backend must report the memory of compiled programs, but "
+            f"{jax.default_backend()!r} reports none. Plan on another backend."
+        )
+    kinds = "argument", "output", "alias"
+    sizes: Any = {x: getattr(analysis, f"{x}_size_in_bytes") for x in kinds}
+    sizes |= {"temp": temporaries(analysis), "host": host_bytes(analysis)}
+    return Candidate(k, **sizes, notes=notes)
 
 
 def temporaries(analysis: Any) -> int:
@@ -557,17 +551,14 @@ class Target:
         number = len(self.topology.devices)
         shardings = filter(None, map(_named_sharding, jax.tree.leaves(args)))
         meshes = {sharding.mesh.shape_tuple: sharding.mesh for sharding in shardings}
-        if len(meshes) > 1 or any(m.size != number for m in meshes.values()):
+        sizes = [mesh.size for mesh in meshes.values()]
+        if (sizes or [1]) != [number]:
             shapes = " and ".join(str(dict(shape)) for shape in meshes)
             raise ValueError(
-                f"The arguments must have one mesh of the {number} devices of the "
-                f"target, but they have {shapes}. Name a target of that size."
-            )
-        if not meshes and number > 1:
-            raise ValueError(
-                f"The arguments must have shardings over the {number} devices of the "
-                "target, but no argument has one. Pass jax.ShapeDtypeStruct with those"
-                f" over jax.sharding.AbstractMesh(({number},), ('data',)), for example."
+                f"The arguments must have shardings over one mesh of the {number} "
+                f"devices of the target, but they have {shapes or 'none'}. Name a "
+                "target of that size, or pass jax.ShapeDtypeStruct with shardings over "
+                f"jax.sharding.AbstractMesh(({number},), ('data',)), for example."
             )
         replicated: Any = SingleDeviceSharding(self.topology.devices[0])
         context: Any = contextlib.nullcontext()

@@ -352,7 +352,7 @@ plan(candidates=[0]) -> V candidate must be at least 1 | it is 0
 plan(candidates=["4"]) -> T must be an int, | '4' of type str
 plan(candidates=4) -> T a sequence of ints, but it is 4. | Choose from 1, 2
 plan(3) -> T make_step must be a function | it is 3
-plan(jax.jit(loss)) -> T make_step must | a jitted function. | lambda k: jax
+plan(jax.jit(loss)) -> T take num_microbatches alone | lambda k: jax.jit(
 plan(loss) -> T take num_microbatches alone | (w, x) | lambda k: jax.jit(
 plan(lambda k: len) -> T no `lower`. | Return jax.jit
 ga.plan(make_step, W, X, batch_size=12, memory_limit=1 << 30)

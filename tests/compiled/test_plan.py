@@ -324,7 +324,7 @@ def test_arguments_on_the_host_stay_there_or_it_is_an_error(machine, sharded):
 
 
 ERRORS = """
-planned("h100:8") -> V shardings over the 8 devices | AbstractMesh
+planned("h100:8") -> V one mesh of the 8 devices | have none | AbstractMesh
 planned("h100", MESH) -> V one mesh of the 1 devices | {'data': 8}
 """
 for _name in ("mac", "h100:2x", "H100:1x2x4", "v5e-4", "", 8):
