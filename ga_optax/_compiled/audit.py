@@ -120,14 +120,14 @@ class Audit:
         total, number = self.total_bytes, len(self.collectives)
         amount = "an unknown number of" if total is None else f"{total:,}"
         counted = f"{number} collective{'s' * (number > 1)}"
-        counted += f", {len(self.in_loop) or 'none'} in a loop"
-        texts = [f"{counted}: {amount} bytes a call on each device."]
+        inside = f"{len(self.in_loop) or 'none'} in a loop"
+        texts = [f"{counted}, {inside}: {amount} bytes a call on each device."]
         scopes = {x for c in self.collectives for x in c.source.split("/")}
         others = [c for c in self.collectives if c.kind not in _REDUCTIONS]
         if _EACH in scopes:
             texts.append(
-                'sync="each" asks for the reductions in every iteration (scope '
-                f'{_EACH}); sync="last" has one after the loop.'
+                'sync="each" asks for the reductions in every iteration; sync="last" '
+                "has one after the loop."
             )
         elif _MERGE.isdisjoint(scopes) and (others or self.in_loop):
             texts.append(
@@ -136,15 +136,14 @@ class Audit:
             )
         if others or self.in_loop:
             texts.append("A sharded model needs what moves its activations or weights.")
-        named = [c for c in others if c.source and not _OPERATION.match(c.source)]
-        if gathers := [c for c in named if c.kind == "all-gather"]:
-            names = list(dict.fromkeys(c.source for c in gathers))
+        gathers = [c for c in others if c.kind == "all-gather" and c.source]
+        if gathers := [c for c in gathers if not _OPERATION.match(c.source)]:
+            names = ", ".join(dict.fromkeys(c.source for c in gathers))
             texts.append(
-                f"Every device gathers all of {', '.join(names[:4])}"
-                f"{', ...' * (len(names) > 4)}: {sum(c.num_bytes for c in gathers):,} "
-                "bytes from each. For parameters, pass param_specs= to DataAxis. Other "
-                "arrays stay sharded if they are arguments of the outermost jitted "
-                "function, or if jax.lax.with_sharding_constraint gives their sharding."
+                f"Every device gathers all of {names}: "
+                f"{sum(c.num_bytes for c in gathers):,} bytes from each. For "
+                "parameters, pass param_specs= to DataAxis; to keep other arrays "
+                "sharded, use jax.lax.with_sharding_constraint."
             )
         return " ".join(texts)
 
@@ -207,8 +206,6 @@ def audit(
         groups = instruction.attribute(GROUPS)
         context = axes_of(groups, mesh), placed.loops, placed.conditional
         source = instruction.attribute(SOURCE)
-        if source.endswith("/shard_map"):  # so says jax 0.10 of arguments
-            source = argument_read(instruction) or source
         opcode = "reduce-scatter" if is_scattered(placed) else kind[1]
         what = opcode, instruction.name, size, groups, *context
         collectives.append(Collective(*what, source.replace("\\'", "'")))
@@ -231,7 +228,7 @@ EnclosingLoops = tuple[tuple[str, int | None], ...]
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<=]*)\]")
 _HEAD = re.compile(r"\s*(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{\s*$")
 _TARGET = re.compile(r"^\s*(?:ROOT\s+)?%?([\w.\-]+)\s*=\s*")
-_OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
+_OPCODE = re.compile(r"\s([a-z][\w\-]*)\(")  # no type has a small letter and a "("
 _INDEX = re.compile(r"\bindex=(\d+)")
 _COMMENT = re.compile(r"/\*.*?\*/")  # counts the elements of a tuple
 _CALLED = re.compile(
@@ -389,15 +386,6 @@ class Module:
         constant = all(end.opcode == "constant" for end in ends)
         known = counts and upwards and constant and by > 0
         return max(0, -(-(stop - first) // by)) if known else None
-
-
-def argument_read(instruction: Instruction) -> str:
-    """The name of the program's argument that an instruction reads, or ""."""
-    if instruction.opcode == "parameter":
-        return instruction.attribute(SOURCE)
-    name = _name(instruction.operands[0]) if len(instruction.operands) == 1 else ""
-    source = instruction.computation.get(name)
-    return argument_read(source) if source else ""
 
 
 def root(computation: Computation) -> Instruction:
@@ -560,8 +548,7 @@ def parse_hlo(text: str) -> Module:
 def _instruction(line: str, computation: Computation) -> Instruction | None:
     name = _TARGET.match(line)
     rest = _COMMENT.sub("", line[name.end() :]) if name else ""
-    # The type is one shape, or a tuple in parentheses.
-    call = _OPCODE.search(rest, _parts(rest, 0)[1] if rest.startswith("(") else 0)
+    call = _OPCODE.search(rest)
     if name is None or call is None:
         return None
     operands, stop = _parts(rest, call.end() - 1)
