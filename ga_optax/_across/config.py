@@ -9,7 +9,7 @@ each of many.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -78,10 +78,13 @@ class Config:
             _, drop_state = checked(drops(acc.total[0], acc.count, params))
         self.window_length(acc.count)  # raises if k is known and invalid
         inner = self.inner.init(params)
-        for kind, name in _ACCUMULATORS.items():
-            for path in nodes_of(kind, inner):
-                cause = f"its state at {path or 'the top'} is that of {name}"
-                raise windows_of_windows(cause, self.every_k_schedule)
+        for where in accumulators_in(inner):
+            raise ValueError(
+                f"opt must not accumulate gradients, but {where}. opt would then take "
+                "one step in k x (the inner k) micro-steps. Pass the optimizer without "
+                "that accumulation, and the number of micro-steps a step as "
+                "every_k_schedule."
+            )
         finite = nodes_of(optax.ApplyIfFiniteState, inner)
         if finite and not (self.should_drop_window_fn or self.should_skip_update_fn):
             warn_once(
@@ -211,6 +214,15 @@ _ACCUMULATORS = {
     optax.MultiStepsState: "an optax.MultiSteps",
     optax.ApplyEvery: "an optax.apply_every",
 }
+
+
+def accumulators_in(state: optax.OptState) -> Iterator[str]:
+    """Where a state holds that of a transformation that accumulates gradients."""
+    for kind, name in _ACCUMULATORS.items():
+        for path in nodes_of(kind, state):
+            yield f"its state at {path or 'the top'} is that of {name}"
+
+
 _LENGTH = "The result of every_k_schedule"
 _RETURN = "Return the number of micro-steps in the window of that step, at least 1."
 
@@ -261,17 +273,6 @@ def check_every_k(k: Any) -> Any:
             f"{type(k).__name__}. {todo}"
         )
     return k
-
-
-def windows_of_windows(cause: str, k: Any, inner_k: Any = None) -> ValueError:
-    """The error for an inner optimizer that accumulates, in windows of `inner_k`."""
-    known = isinstance(k, int) and isinstance(inner_k, int)
-    times = f"{k} x {inner_k} = {k * inner_k}" if known else "k x (the inner k)"
-    return ValueError(
-        f"opt must not accumulate gradients, but {cause}. opt would then take one step "
-        f"in {times} micro-steps. Pass the optimizer without that accumulation, and "
-        "the number of micro-steps a step as every_k_schedule."
-    )
 
 
 def checked(decision: Any) -> tuple[jax.Array, Any]:

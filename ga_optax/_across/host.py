@@ -17,17 +17,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_structure, is_on_host, named_leaves, nodes_of
+from .._checks import check_structure, is_on_host, named_leaves
 from .._devices.collectives import on_device
 from .._passes import jaxprs
 from .choices import cast_like
-from .config import check_optimizer
-from .state import MultiStepsState
-
-_OUTSIDE = (
-    "on_host must not move a sum of gradients, which changes in every micro-step, but "
-    "{}. Put it inside: MultiSteps(on_host(opt), k)."
-)
+from .config import accumulators_in, check_optimizer
 
 
 def on_host(
@@ -70,27 +64,19 @@ def on_host(
 
     Raises:
       TypeError: if `opt` is no optimizer.
-      ValueError: if `opt` accumulates gradients, or lies on the host already; in
-        `update`, if an array of the state does not lie in the host's memory.
+      ValueError: in `init`, if `opt` accumulates gradients; in `update`, if an array of
+        the state does not lie in the host's memory.
     """
     check_optimizer("opt", opt, "Pass an optimizer, such as optax.adam(1e-3).")
-    if isinstance(opt, optax.MultiSteps) or hasattr(opt, "_config"):
-        raise ValueError(_OUTSIDE.format("opt is a MultiSteps"))
     inner = optax.with_extra_args_support(opt)
 
     def init(params: optax.Params) -> optax.OptState:
         state = inner.init(params)
-        for kind in (MultiStepsState, optax.MultiStepsState):
-            for path in nodes_of(kind, state):
-                cause = f"opt has a MultiSteps, with its state at {path or 'the top'}"
-                raise ValueError(_OUTSIDE.format(cause))
-        for name, x in named_leaves(state):
-            if is_on_host(x):
-                raise ValueError(
-                    "on_host must get an optimizer whose state lies on the device, but "
-                    f"{name} of its state lies on the host. Use on_host once, around "
-                    "the whole optimizer."
-                )
+        for where in accumulators_in(state):
+            raise ValueError(
+                "on_host must not move a sum of gradients, which changes in every "
+                f"micro-step, but {where}. Put it inside: MultiSteps(on_host(opt), k)."
+            )
         return jax.tree.map(lambda x: _to_host(x) if _moves(x) else x, state)
 
     def update(
@@ -141,10 +127,11 @@ def _check(state: Any) -> None:
     for name, x in named_leaves(state):
         if _moves(x) and not is_on_host(x):
             raise ValueError(
-                "The state of on_host must lie in the host's memory, but "
-                f"{name} does not. Restore checkpoints into the shardings of "
-                "init(params), or pass jax.device_put(leaf, jax.memory.Space.Host). "
-                "Shapes from jax.eval_shape say nothing of memory: give them shardings."
+                f"The state of on_host must lie in the host's memory, but {name} does "
+                "not. Restore checkpoints into the shardings of init(params), or pass "
+                "jax.device_put(leaf, jax.memory.Space.Host). Shapes from "
+                "jax.eval_shape say nothing of memory: give them shardings. Use on_host "
+                "once, around the whole optimizer."
             )
 
 

@@ -32,7 +32,6 @@ from .config import (
     check_every_k,
     check_optimizer,
     differentiated,
-    windows_of_windows,
 )
 from .state import (
     ORDER,
@@ -113,8 +112,8 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
 
     Raises:
       TypeError: if an argument has the wrong type.
-      ValueError: if k is known and less than 1, if arguments contradict each other, or
-        if `opt` accumulates gradients (`init` raises if a part of `opt` does).
+      ValueError: if k is known and less than 1, or if arguments contradict each other;
+        in `init`, if `opt` or a part of it accumulates gradients.
     """
 
     _config: Config
@@ -141,7 +140,8 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
                 f"track_norm must be a Python bool, but it is {track_norm!r}. It "
                 "decides which fields the state has: pass True or False."
             )
-        _check_opt(opt, every_k_schedule)
+        todo = "Call the factory: optax.adam(1e-3), not optax.adam."
+        check_optimizer("opt", opt, todo)
         config = Config(
             opt=opt,
             every_k_schedule=check_every_k(every_k_schedule),
@@ -376,17 +376,6 @@ def flush(
     extra_args |= dict.fromkeys(config.mean_argnames, 0.0)  # only their types are read
     trained = differentiated(params)
     return MicroStep(config, state, trained, params, extra_args).close_early()
-
-
-def _check_opt(opt: Any, k: Any) -> None:
-    """Raises unless `opt` is an optimizer that does not accumulate gradients."""
-    todo = "Call the factory: optax.adam(1e-3), not optax.adam."
-    check_optimizer("opt", opt, todo)
-    if isinstance(opt, MultiSteps):
-        cause = "it is a ga_optax.MultiSteps"
-        raise windows_of_windows(cause, k, opt._config.every_k_schedule)
-    if isinstance(opt, optax.MultiSteps):
-        raise windows_of_windows("it is an optax.MultiSteps", k)
 
 
 def _check_spelling(extra_args: dict[str, Any]) -> None:

@@ -526,8 +526,8 @@ made(True) -> T True of type bool
 made(jnp.array(2)) -> T int or a function
 traced(lambda step: step * 1j) -> T every_k_schedule must be an int, but it is complex
 traced(lambda step: jnp.stack([step] * 2)) -> T an int, but it is int32[2]
-started(opt=TX) -> V 2 x 2 = 4 micro-steps
-started(opt=OF_OPTAX) -> V it is an optax.MultiS
+started(opt=TX) -> V at the top is that of a ga_optax.MultiSteps
+started(opt=OF_OPTAX) -> V at the top is that of an optax.MultiS
 chained(TX) -> V at [1] is that of a ga_optax.MultiSteps | k x (the inner k)
 chained(OF_OPTAX.gradient_transformation()) -> V at [1] | an optax.MultiSteps
 made(opt=optax.adam) -> T must be an optax
