@@ -629,9 +629,6 @@ FAULTS = """
 * the sum so far is divided
 - if isinstance(self, SummedState):
 + if False:
-* a donated state cannot be printed
--             and not counters.is_deleted()
-+             and True
 @ data.py: test_data
 * an epoch that repeats the last order
 - jax.random.fold_in(key, step // steps)

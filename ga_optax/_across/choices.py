@@ -81,12 +81,8 @@ def count_if(happened: Predicate, counter: jax.Array) -> jax.Array:
 
 def cast_like(tree: Any, like: Any) -> Any:
     """Casts each leaf to the dtype of the same leaf in `like`, so no state drifts."""
-
-    def cast(x: Any, y: Any) -> Any:
-        x, dtype = jnp.asarray(x), jax.dtypes.result_type(y)
-        return x if x.dtype == dtype else x.astype(dtype)
-
-    return jax.tree.map(cast, tree, like)
+    dtypes = jax.tree.map(jax.dtypes.result_type, like)
+    return jax.tree.map(lambda x, t: accumulator.cast(jnp.asarray(x), t), tree, dtypes)
 
 
 # == Decisions =========================================================================

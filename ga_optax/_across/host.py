@@ -130,8 +130,8 @@ def _check(state: Any) -> None:
                 f"The state of on_host must lie in the host's memory, but {name} does "
                 "not. Restore checkpoints into the shardings of init(params), or pass "
                 "jax.device_put(leaf, jax.memory.Space.Host). Shapes from "
-                "jax.eval_shape say nothing of memory: give them shardings. Use on_host "
-                "once, around the whole optimizer."
+                "jax.eval_shape say nothing of memory: give them shardings. Use "
+                "on_host once, around the whole optimizer."
             )
 
 

@@ -394,13 +394,11 @@ class MicroStep:
         """Raises unless a field of the state has the structure of `new`."""
         required, actual = map(jax.tree.structure, (new, getattr(self.state, field)))
         if required != actual:
-            kind = f"{actual}, not {required}" if actual.num_leaves else "empty"
-            when = " while no window is open" * (field == "arg_totals")
             raise ValueError(
-                f"The field {field} of the state must fit {OPTIONS[field]}, but "
-                f"it is {kind}: the state was made without that option, or with "
-                f"another one. Take the field from a new state{when}: "
-                f"state._replace({field}=tx.init(params).{field})."
+                f"The field {field} of the state must fit {OPTIONS[field]}, but it is "
+                f"{actual}, not {required}: the state was made without that option, or "
+                "with another one. Take the field from a new state while no window is "
+                f"open: state._replace({field}=tx.init(params).{field})."
             )
 
     def _check_params(self) -> None:
