@@ -724,7 +724,7 @@ for _draw in ("window", "epoch"):
 {_draw}(0, 2**31, 10, 1) -> V fit in an int32
 {_draw}(0, 100, 10.0, 1) -> T batch_size must be an int, but it is 10.0
 {_draw}(0, True, 10, 1) -> T num_examples must be an int
-{_draw}(-1, 100, 10, 1) -> V step must not be negative
+{_draw}(-1, 100, 10, 1) -> V step must be from 0 to 2^32 - 1
 {_draw}(0.5, 100, 10, 1) -> T step must be an integer scalar
 {_draw}(np.arange(2), 100, 10, 1) -> T has shape (2,)
 {_draw}(2**32, 100, 10, 1) -> V must | from 0
