@@ -398,21 +398,11 @@ def _page(
                 "assumes that memory falls. A candidate that was not compiled may fit. "
                 "To be sure, pass the other candidates one at a time."
             )
-    some = [c for c in candidates if c.num_microbatches > 1 and not c.error]
-    lines += _of_candidates(some)
+    notes = (note for c in candidates if c.num_microbatches > 1 for note in c.notes)
+    lines += dict.fromkeys(notes)
     return "\n".join(
         [*_text.columns(table), verdict, *itertools.chain(*map(_text.wrap, lines))]
     )
-
-
-def _of_candidates(compiled: Sequence[Candidate]) -> list[str]:
-    """Each note once, with the candidates that have it, unless all do."""
-    lines = []
-    for note in dict.fromkeys(note for c in compiled for note in c.notes):
-        of = [str(c.num_microbatches) for c in compiled if note in c.notes]
-        some = f"num_microbatches={', '.join(of)}: "
-        lines.append((some if len(of) < len(compiled) else "") + note)
-    return lines
 
 
 # -- The device and candidates ---------------------------------------------------------
