@@ -227,8 +227,8 @@ EnclosingLoops = tuple[tuple[str, int | None], ...]
 
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<=]*)\]")
 _HEAD = re.compile(r"\s*(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{\s*$")
-_TARGET = re.compile(r"^\s*(?:ROOT\s+)?%?([\w.\-]+)\s*=\s*")
-_OPCODE = re.compile(r"\s([a-z][\w\-]*)\(")  # no type has a small letter and a "("
+# No type has a word in small letters before a parenthesis.
+_LINE = re.compile(r"\s*(ROOT\s+)?%?([\w.\-]+)\s*=\s*(.*?)\s([a-z][\w\-]*)\(")
 _INDEX = re.compile(r"\bindex=(\d+)")
 _COMMENT = re.compile(r"/\*.*?\*/")  # counts the elements of a tuple
 _CALLED = re.compile(
@@ -524,17 +524,13 @@ def parse_hlo(text: str) -> Module:
       ValueError: if the text is not an HLO module with an entry.
     """
     computations: dict[str, Computation] = {}
-    current, entry = None, None
+    current: Computation = {}
+    entry = None
     for line in text.splitlines():
-        if current is None or not line.startswith((" ", "\t")):
-            head = _HEAD.match(line)
-            if head and not line.startswith("HloModule"):
-                current = computations[head[2]] = {}
-                entry = head[2] if head[1] else entry
-                continue
-        if line.strip().startswith("}"):
-            current = None
-        elif current is not None and (instruction := _instruction(line, current)):
+        if head := _HEAD.match(line):
+            current = computations[head[2]] = {}
+            entry = head[2] if head[1] else entry
+        elif instruction := _instruction(_COMMENT.sub("", line), current):
             current[instruction.name] = instruction
     if entry is None:
         raise ValueError(
@@ -546,15 +542,13 @@ def parse_hlo(text: str) -> Module:
 
 
 def _instruction(line: str, computation: Computation) -> Instruction | None:
-    name = _TARGET.match(line)
-    rest = _COMMENT.sub("", line[name.end() :]) if name else ""
-    call = _OPCODE.search(rest)
-    if name is None or call is None:
+    call = _LINE.match(line)
+    if call is None:
         return None
-    operands, stop = _parts(rest, call.end() - 1)
-    type_, attributes = rest[: call.start()], rest[stop:]
-    root = line.lstrip().startswith("ROOT")
-    return Instruction(name[1], type_, call[1], operands, attributes, root, computation)
+    is_root, *name_type_opcode = call.groups()
+    operands, stop = _parts(line, call.end() - 1)
+    more = operands, line[stop:], bool(is_root), computation
+    return Instruction(*name_type_opcode, *more)
 
 
 def _name(operand: str) -> str:
