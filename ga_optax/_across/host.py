@@ -143,22 +143,17 @@ def _in_turn(fun: Callable[..., Any], args: list[jax.Array]) -> list[Any]:
     program = jaxprs.program_of(fun, *args)
     program = jaxprs.program_of(lambda *xs: _inlined(program, xs), *args)
     jaxpr: Any = program.jaxpr
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
-    env |= dict(zip(jaxpr.invars, args, strict=True))
-    shared, *groups = _groups(jaxpr)
-    inside = [x for group in groups for e in group for x in e.invars]
-    wanted = {*jaxprs.variables(jaxpr.outvars), *jaxprs.variables(inside)}
+    names = [*jaxpr.constvars, *jaxpr.invars]
+    env: dict[Any, Any] = dict(zip(names, [*program.consts, *args], strict=True))
     done: list[jax.Array] = []
-    for group in [shared, *groups]:
-        atoms = jaxprs.variables(x for e in group for x in e.invars)
-        read = [x for x in dict.fromkeys(atoms) if x in env]
-        values = [env[x] for x in read]
-        moved = [i for i, x in enumerate(read) if jaxprs.is_among(x, jaxpr.invars)]
+    for group in _groups(jaxpr):
+        read = dict.fromkeys(jaxprs.variables(x for e in group for x in e.invars))
+        moved = [x for x in read if x in jaxpr.invars]
         if done:
-            xs, _ = jax.lax.optimization_barrier(([values[i] for i in moved], done))
-            values = jaxprs.put(values, moved, xs)
-        made = [x for e in group for x in e.outvars if x in wanted]
-        out = jaxprs.bind(jaxpr, group, read, made, values)
+            xs, _ = jax.lax.optimization_barrier(([env[x] for x in moved], done))
+            env |= dict(zip(moved, xs, strict=True))
+        made = [x for e in group for x in e.outvars if jaxprs.num_readers(jaxpr, x)]
+        out = jaxprs.bind(jaxpr, group, list(env), made, list(env.values()))
         env |= dict(zip(made, out, strict=True))
         done = out if moved else []
     return [env[x] if jaxprs.is_variable(x) else x.val for x in jaxpr.outvars]
