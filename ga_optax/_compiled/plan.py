@@ -224,24 +224,25 @@ def _is_too_large(candidate: Candidate) -> bool:
     return "RESOURCE_EXHAUSTED" in (candidate.error or "")
 
 
+@dataclasses.dataclass
 class _Search:
     """Compiles candidates, and remembers their sizes.
 
     Attributes:
+      make_step: a function of the number of micro-batches that returns a step.
+      args: the arguments of the step.
+      limit: the bytes of one device.
+      batch_size: examples in a batch.
       compiled: the compiled candidates, by the number of micro-batches.
+      errors: the errors of the candidates that failed.
     """
 
-    def __init__(
-        self,
-        make_step: Callable[[int], Any],
-        args: tuple[Any, ...],
-        limit: int,
-        batch_size: int,
-    ) -> None:
-        self.compiled: dict[int, Candidate] = {}
-        self._make_step, self._args = make_step, args
-        self._limit, self._batch_size = limit, batch_size
-        self._errors: list[Exception] = []
+    make_step: Callable[[int], Any]
+    args: tuple[Any, ...]
+    limit: int
+    batch_size: int
+    compiled: dict[int, Candidate] = dataclasses.field(default_factory=dict)
+    errors: list[Exception] = dataclasses.field(default_factory=list)
 
     def smallest_that_fits(self, choices: list[int]) -> int | None:
         """The smallest candidate that fits, if memory falls after the first one."""
@@ -275,12 +276,12 @@ class _Search:
                 f"At least one candidate must compile, but all {len(self.compiled)} "
                 f"failed; num_microbatches={k} with {f'{failed.error}'.rstrip('.')}. "
                 f"To see the error, call make_step({k}).lower(*args)."
-            ) from self._errors[0]
+            ) from self.errors[0]
         raise NothingFitsError(
-            f"The step must fit into {bytes_in_words(self._limit)}, but {cause}. Allow "
+            f"The step must fit into {bytes_in_words(self.limit)}, but {cause}. Allow "
             "more micro-batches, donate the arguments that the step replaces, use "
             f"jax.checkpoint, or shard over more devices.\n{page}"
-        ) from (None if needs else self._errors[0])
+        ) from (None if needs else self.errors[0])
 
     def _measured(self, k: int) -> Candidate:
         """Compiles a candidate, and prints the progress."""
@@ -288,16 +289,17 @@ class _Search:
         say(f"plan: num_microbatches={k}: compiling ...", end="")
         start = time.perf_counter()
         step = compiled = failure = None
+        fits = False
         with places.recordings() as lines, places.seen_batches() as batches:
             try:
-                step = self._make_step(k)
+                step = self.make_step(k)
                 lower = getattr(step, "lower", None)
-                compiled = lower and lower(*self._args).compile()
+                compiled = lower and lower(*self.args).compile()
             except Exception as error:  # from the user's code or the compiler: reported
                 failure = error
         self._check_batch_size(batches)
         if failure is not None:
-            self._errors.append(failure)
+            self.errors.append(failure)
             message = (
                 f"{type(failure).__name__}: {str(failure).strip() or 'no message'}"
             )
@@ -311,22 +313,21 @@ class _Search:
             )
         else:
             candidate = _candidate(k, compiled, tuple(lines))
-            fits = (candidate.bytes or 0) <= self._limit
-            candidate = dataclasses.replace(candidate, fits=fits)
-            size = bytes_in_words(candidate.bytes or 0)
-            outcome = f"{size}, {'fits' if fits else 'does not fit'}"
+            need = candidate.bytes or 0
+            fits = need <= self.limit
+            outcome = f"{bytes_in_words(need)}, {'fits' if fits else 'does not fit'}"
         seconds = time.perf_counter() - start
         say(f" {outcome} ({seconds:.1f} s)")
-        self.compiled[k] = dataclasses.replace(candidate, seconds=seconds)
+        self.compiled[k] = dataclasses.replace(candidate, fits=fits, seconds=seconds)
         return self.compiled[k]
 
     def _check_batch_size(self, batches: Sequence[int]) -> None:
         """Raises if `value_and_grad` got batches of other numbers of rows alone."""
-        pairs = [sorted((self._batch_size, rows)) for rows in batches]
+        pairs = [sorted((self.batch_size, rows)) for rows in batches]
         if batches and all(many % few for few, many in pairs):
             raise ValueError(
                 "batch_size must be the number of rows of the step's batch, but it is "
-                f"{self._batch_size}, and value_and_grad got a batch of {batches[0]}. "
+                f"{self.batch_size}, and value_and_grad got a batch of {batches[0]}. "
                 "Pass that number, or other arguments."
             )
 
