@@ -545,10 +545,10 @@ def _instruction(line: str, computation: Computation) -> Instruction | None:
     call = _LINE.match(line)
     if call is None:
         return None
-    is_root, *name_type_opcode = call.groups()
+    is_root, name, type_, opcode = call.groups()
     operands, stop = _parts(line, call.end() - 1)
-    more = operands, line[stop:], bool(is_root), computation
-    return Instruction(*name_type_opcode, *more)
+    what = name, type_, opcode, operands, line[stop:], bool(is_root)
+    return Instruction(*what, computation)
 
 
 def _name(operand: str) -> str:
