@@ -277,18 +277,12 @@ def check_every_k(k: Any) -> Any:
 
 def checked(decision: Any) -> tuple[jax.Array, Any]:
     """Returns the result of a function that skips or drops; raises if it is invalid."""
-    if not isinstance(decision, tuple) or len(decision) != 2:
+    is_pair = isinstance(decision, tuple) and len(decision) == 2
+    skip, skip_state = decision if is_pair else (0, ())
+    if (jnp.result_type(skip), jnp.shape(skip)) != (jnp.bool_, ()):
         raise ValueError(
             "should_skip_update_fn and should_drop_window_fn must return the pair "
-            f"(skip, skip_state), but one returned {decision!r}. If there is no state "
-            "to keep, return (skip, ())."
-        )
-    skip, skip_state = decision
-    dtype, shape = jnp.result_type(skip), jnp.shape(skip)
-    if (dtype, shape) != (jnp.bool_, ()):
-        raise ValueError(
-            "The `should_skip_update_fn` function should return a boolean scalar "
-            f"array, but it returned an array of dtype {dtype} and shape {shape}. "
-            "Compare and reduce, with jnp.any for example."
+            "(skip, skip_state) of a boolean scalar and what to keep, such as (), but "
+            f"one returned {decision!r}. Compare and reduce, with jnp.any for example."
         )
     return jnp.asarray(skip), skip_state

@@ -135,11 +135,6 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         """Builds the pair of pure functions; see the class for the arguments."""
         axes = meshes.check_data_axis(data_axis)
         check_decisions(should_skip_update_fn, should_drop_window_fn)
-        if not isinstance(track_norm, bool):
-            raise TypeError(
-                f"track_norm must be a Python bool, but it is {track_norm!r}. It "
-                "decides which fields the state has: pass True or False."
-            )
         todo = "Call the factory: optax.adam(1e-3), not optax.adam."
         check_optimizer("opt", opt, todo)
         config = Config(
@@ -149,7 +144,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
             should_skip_update_fn=should_skip_update_fn,
             accumulator_dtype=check_dtype(accumulator_dtype),
             should_drop_window_fn=should_drop_window_fn,
-            track_norm=track_norm,
+            track_norm=bool(track_norm),
             data_axis=axes or None,
             mean_argnames=_check_argnames(mean_argnames),
         )

@@ -534,7 +534,7 @@ made(opt=optax.adam) -> T must be an optax
 made(opt="adam") -> T must be an optax
 made(should_skip_update_fn=True) -> T should_skip_update_fn must be a function
 made(should_drop_window_fn=True) -> T should_drop_window_fn must be a function
-skips((jnp.ones(2, bool), ())) -> V boolean scalar | bool and shape (2,)
+skips((jnp.ones(2, bool), ())) -> V boolean scalar | but one returned (Array([ True
 skips(jnp.array(True)) -> V the pair
 made(should_skip_update_fn=ga.drop_window_if_not_finite)
   -> V Pass should_drop_window_fn=ga_optax.drop_
@@ -542,7 +542,6 @@ made(accumulator_dtype=jnp.int32) -> T floating dtype
 made(accumulator_dtype="number") -> T floating dtype
 started(accumulator_dtype={"dense": {"bias": None}})
   -> V The dtype must be one for all leaves, or a prefix | Take the containers
-made(track_norm=1) -> T track_norm must be a Python bool
 made(opt=PLATEAU, mean_argnames="weight") -> V mean_argnames must name
 made(opt=PLATEAU, mean_argnames=("value", 3)) -> V mean_argnames must name
 """
