@@ -266,8 +266,7 @@ class MicroStep:
         def recomputed(_: Any) -> Any:
             return self.config.finish(self.added(), closes).total[0]
 
-        ways = {"cpu": lambda grads: grads, "default": recomputed}
-        sums = jax.lax.platform_dependent(grads, **ways)
+        sums = jax.lax.platform_dependent(grads, cpu=lambda x: x, default=recomputed)
         return acc._replace(total=(choices.by_leaf(self._reused, sums, grads), args))
 
     def _step_unless_dropped(self, acc: WindowSum) -> _Results:
