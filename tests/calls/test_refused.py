@@ -570,7 +570,7 @@ apply(grads=(1.0, GRADS)) -> V pair which value_and_grad returns: pass the secon
 update(grads=((1.0, {}), GRADS)) -> V pair which value_and_grad returns: pass the second
 update(params=WHOLE) -> T leaf ['name'] of params | Pass a tree of arrays alone
 apply(params=WHOLE) -> T leaf ['name'] of params | Pass a tree of arrays alone
-apply(params=None) -> T params must be the parameters
+apply(params=None) -> V ['dense']['bias'] is not in params
 apply(value=ONE, **AVERAGES) -> V value must be a scalar | (1,)
 apply(value=3.0, state=STATE, **AVERAGES) -> V must fit mean_argnames | while no window
 apply(**AVERAGES) -> T value must be a real | every call
