@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from .. import accumulator
-from .._checks import check_int, is_int, named_leaves, nodes_of
+from .._checks import check_int, named_leaves, nodes_of
 from .._devices import collectives, meshes
 from .._text import warn_once
 from .choices import Predicate, select
@@ -265,14 +265,7 @@ def check_optimizer(name: str, value: Any, todo: str) -> None:
 def check_every_k(k: Any) -> Any:
     """Returns k, an int of at least 1 or a function, or raises."""
     todo = "Pass the number of micro-steps in a window, or a function of the step."
-    if is_int(k):
-        return check_int("every_k_schedule", k, todo)
-    if not callable(k):
-        raise TypeError(
-            f"every_k_schedule must be an int or a function, but it is {k!r} of type "
-            f"{type(k).__name__}. {todo}"
-        )
-    return k
+    return k if callable(k) else check_int("every_k_schedule", k, todo)
 
 
 def checked(decision: Any) -> tuple[jax.Array, Any]:

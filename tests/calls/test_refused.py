@@ -521,9 +521,9 @@ optax.contrib.split_real_and_imaginary(THEN) -> is that
 # The length of a window, and what it is made of.
 MADE = """
 made(np.int32(0)) -> V at least 1
-made(2.0) -> T int or a function, but it is 2.0 of type float
+made(2.0) -> T must be an int, but it is 2.0 of type float. | or a function
 made(True) -> T True of type bool
-made(jnp.array(2)) -> T int or a function
+made(jnp.ones(2)) -> T must be an int | or a function
 traced(lambda step: step * 1j) -> T every_k_schedule must be an int, but it is complex
 traced(lambda step: jnp.stack([step] * 2)) -> T an int, but it is int32[2]
 started(opt=TX) -> V at the top is that of a ga_optax.MultiSteps
