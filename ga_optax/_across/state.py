@@ -274,7 +274,7 @@ def find_state(state: optax.OptState, field: str | None = None) -> MultiStepsSta
     return next(iter(states.values()))
 
 
-_OTHERS = (
+OF_OTHERS = (
     "Convert a state of Optax with ga_optax.from_optax. A checkpoint that was restored "
     "without a target must be restored into the structure of tx.init(params)."
 )
@@ -287,7 +287,7 @@ def some_states(state: optax.OptState) -> dict[str, MultiStepsState]:
     raise ValueError(
         "There must be a MultiStepsState of ga_optax in the state, but there is none "
         f"in this {type(state).__name__}. Wrap the optimizer in ga_optax.MultiSteps. "
-        f"{_OTHERS}"
+        f"{OF_OTHERS}"
     )
 
 
@@ -374,24 +374,6 @@ def check_swapped(grads: Any, state: Any, params: Any) -> None:
             f"{'grads' if of_state == of_grads else 'params'}. Were arguments swapped? "
             f"{ORDER}"
         )
-
-
-def check_state(state: Any) -> MultiStepsState:
-    """Returns `state` if it is a `MultiStepsState`, or raises."""
-    if isinstance(state, MultiStepsState):
-        length, shape = len(COUNTERS), getattr(state.counters, "shape", None)
-        if shape != (length,):
-            raise ValueError(
-                f"The field counters of the state must be int32[{length}], but the "
-                f"shape is {shape}. Restore the state into the structure of "
-                "tx.init(params)."
-            )
-        return state
-    raise TypeError(
-        "state must be a MultiStepsState of ga_optax, but it is of type "
-        f"{type(state).__module__}.{type(state).__name__}. Pass the state that init or "
-        f"the last call returned. {_OTHERS}"
-    )
 
 
 # == States of Optax ===================================================================

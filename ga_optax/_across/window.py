@@ -33,7 +33,7 @@ from .._devices import collectives, meshes
 from . import choices
 from .choices import Predicate
 from .config import Config, WindowSum, checked, differentiated
-from .state import OPTIONS, MultiStepsState, check_state
+from .state import OF_OTHERS, OPTIONS, MultiStepsState
 
 # The results of a branch: the parameters or the updates, whether the branch made a
 # step, and the fields `_CHANGED` of the state.
@@ -74,7 +74,8 @@ class MicroStep:
     applies: bool = True
 
     def __post_init__(self) -> None:
-        check_state(self.state)
+        todo = f"Pass the state that init or the last call returned. {OF_OTHERS}"
+        _checks.check_type("state", self.state, MultiStepsState, todo)
         for field, new in jax.eval_shape(self.config.optional_fields).items():
             if new != ():
                 self._check_field(field, new)

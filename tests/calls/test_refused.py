@@ -597,8 +597,8 @@ apply(emit=False, **OF_ONE) -> V every_k_schedule=1
 apply(emit=ONE[0] > 0, **OF_ONE) -> V must hold an accumulator
 apply(CHAIN, emit=True) -> T emit needs tx | MultiSteps(optax.chain
 flush(CHAIN) -> T flush needs tx
-update(state=SGD.init(DENSE)) -> T must be a MultiStepsState
-update(state={"mini_step": 1}) -> T must be a MultiStepsState | without a target
+update(state=SGD.init(DENSE)) -> T must be of type MultiStepsState
+update(state={"mini_step": 1}) -> T of type MultiStepsState | without a target
 ga.apply_gradients(TX, GRADS, DENSE, STATE) -> T swapped? | grads, state, params
 ga.apply_gradients(TX, STATE, GRADS, DENSE) -> T swapped? | grads, state, params
 ga.apply_gradients(CHAIN, GRADS, DENSE, HELD) -> T swapped? | grads, state, params
@@ -616,7 +616,6 @@ ga.apply_gradients(STATE, GRADS, TX, DENSE)
   -> T an optax.GradientTransformation | MultiStepsState | order is apply_gradients(tx
 ga.flush(STATE, TX, DENSE) -> T of type MultiStepsState
   | The order is apply_gradients(tx
-update(state=STATE._replace(counters=STATE.counters[1:])) -> V must be int32[4]
 ga.from_optax(SGD.init(DENSE)) -> V there is none
 update(state=OF_OPTAX.init(DENSE)) -> T from_optax
 ga.has_updated(OF_OPTAX.init(DENSE)) -> V from_optax
