@@ -217,7 +217,7 @@ _ACCUMULATORS = {
 
 
 def accumulators_in(state: optax.OptState) -> Iterator[str]:
-    """Where a state holds that of a transformation that accumulates gradients."""
+    """The places of a state that are of transformations that accumulate, in words."""
     for kind, name in _ACCUMULATORS.items():
         for path in nodes_of(kind, state):
             yield f"its state at {path or 'the top'} is that of {name}"
