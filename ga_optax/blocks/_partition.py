@@ -213,20 +213,17 @@ def shown(shapes: _Shapes) -> str:
 
 def _checked_rules(by: Any) -> Any:
     """Returns an int, a function or a tuple of prefixes; or raises."""
-    todo = "Use 1 for the top-level names."
-    if _checks.is_int(by):
-        return _checks.check_int("by", by, todo)
+    if callable(by):
+        return by
     if isinstance(by, (str, Stacked, Sequence)):
         prefixes = (by,) if isinstance(by, (str, Stacked)) else tuple(by)
         for prefix in prefixes:
             _check_rule(prefix, "A prefix")
         return prefixes
-    if callable(by):
-        return by
-    raise TypeError(
-        "by must be a number of keys, prefixes of paths, or a function of the path, "
-        f"but it is {by!r} of type {type(by).__name__}. {todo}"
+    todo = (
+        "Use 1 for the top-level names, prefixes of paths, or a function of the path."
     )
+    return _checks.check_int("by", by, todo)
 
 
 def _choice(by: Any, path: _Key) -> _Choice:
