@@ -391,13 +391,13 @@ def _page(
         if c.error is not None:
             lines.append(f"num_microbatches={c.num_microbatches} failed: {c.error}")
     # The smallest candidate, which the search tries first, may need less memory.
-    sized = [(c.num_microbatches, c.bytes) for c in candidates[1:] if not c.error]
-    for (few, small), (many, large) in itertools.pairwise(sized):
-        if (large or 0) > (small or 0):
+    sized = [c for c in candidates[1:] if not c.error]
+    for few, many in itertools.pairwise(sized):
+        if (many.bytes or 0) > (few.bytes or 0):
             lines.append(
-                f"Memory rises from {few} to {many} micro-batches, but the search "
-                "assumes that memory falls. A candidate that was not compiled may fit. "
-                "To be sure, pass the other candidates one at a time."
+                f"Memory rises from {few.num_microbatches} to {many.num_microbatches} "
+                "micro-batches, but the search assumes that memory falls. To be sure, "
+                "pass the candidates that were not compiled one at a time."
             )
     notes = (note for c in candidates if c.num_microbatches > 1 for note in c.notes)
     lines += dict.fromkeys(notes)
