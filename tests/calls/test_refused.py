@@ -693,7 +693,7 @@ epoch(0, 5, 10, 1) -> V batch_size=10 and num_examples=5
 window("0", 10, 4, 2) -> T step must be an integer | '0'
 ga.blocks.report("x") -> T params must be an array or a number | str | of arrays alone
 ga.blocks.partition({"a": "x"}, 1) -> T leaf ['a'] of params must be an array or a
-ga.blocks.partition(DENSE, 3.5) -> T by must be a number of | 3.5 of type float | Use 1
+ga.blocks.partition(DENSE, 3.5) -> T by must be an int | 3.5 of type float | Use 1
 ga.blocks.replace(PARTS, DENSE, "dense", jax.tree.map(np.float16, DENSE["dense"]))
   -> V ['bias'] of the new tree must have dtype float32 | float16. | blocks.select
 ga.blocks.add(PARTS, np.ones((50, 50)), "dense", GRADS["dense"])
