@@ -18,21 +18,18 @@ from typing import Any
 
 __all__ = ["optimize", "update"]
 
-_DEFAULTS = {"optimize": True}
 
-
-def _from_environment(name: str) -> bool:
-    variable = f"GA_OPTAX_{name.upper()}"
-    value = os.environ.get(variable, str(_DEFAULTS[name]))
+def _from_environment() -> bool:
+    value = os.environ.get("GA_OPTAX_OPTIMIZE", "1")
     if value.lower() not in ("0", "1", "false", "true"):
         raise ValueError(
-            f"The environment variable {variable} must be 0 or 1, but it is {value!r}."
-            " Set it to 0 or 1, or unset it."
+            "The environment variable GA_OPTAX_OPTIMIZE must be 0 or 1, but it is "
+            f"{value!r}. Set it to 0 or 1, or unset it."
         )
     return value.lower() in ("1", "true")
 
 
-optimize: bool = _from_environment("optimize")
+optimize: bool = _from_environment()
 
 
 def update(name: str, value: Any) -> None:
@@ -46,14 +43,15 @@ def update(name: str, value: Any) -> None:
       AttributeError: if there is no such option.
       TypeError: if the value is not a bool.
     """
-    if name not in _DEFAULTS:
+    global optimize
+    if name != "optimize":
         raise AttributeError(
             f'The option of ga_optax.config must be "optimize", but it is {name!r}. '
             "Pass this name."
         )
     if not isinstance(value, bool):
         raise TypeError(
-            f"ga_optax.config.{name} must be a bool, but it got {value!r}. Pass True "
+            f"ga_optax.config.optimize must be a bool, but it got {value!r}. Pass True "
             "or False."
         )
-    globals()[name] = value
+    optimize = value

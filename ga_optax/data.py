@@ -59,8 +59,8 @@ def window_indices(
       ValueError: if a number is out of its range, or `num_microbatches` does not divide
         `batch_size`.
     """
-    _check_key(key)
-    step, n, size, k = _checked(step, num_examples, batch_size, num_microbatches)
+    sizes = num_examples, batch_size, num_microbatches
+    step, n, size, k = _checked(key, step, *sizes)
     key = jax.random.fold_in(key, step)
     return jax.random.randint(key, (size,), 0, n, jnp.int32).reshape(k, -1)
 
@@ -107,8 +107,8 @@ def epoch_indices(
       ValueError: if a number is out of its range, `num_microbatches` does not divide
         `batch_size`, or `batch_size` is greater than `num_examples`.
     """
-    _check_key(key)
-    step, n, size, k = _checked(step, num_examples, batch_size, num_microbatches)
+    sizes = num_examples, batch_size, num_microbatches
+    step, n, size, k = _checked(key, step, *sizes)
     if size > n:
         raise ValueError(
             "Without replacement, batch_size must be at most num_examples, but "
@@ -122,16 +122,13 @@ def epoch_indices(
     return window.reshape(k, -1)
 
 
-def _check_key(key: Any) -> None:
+def _checked(key: Any, step: Any, *sizes: Any) -> tuple[jax.Array, int, int, int]:
+    """Returns the step as a uint32, for `fold_in`, and the sizes as ints; or raises."""
     if not is_key(key):
         raise TypeError(
             f"key must be one PRNG key, but it is {brief(key)}. Pass "
             "jax.random.key(0), for example: the same key in all steps."
         )
-
-
-def _checked(step: Any, *sizes: Any) -> tuple[jax.Array, int, int, int]:
-    """Returns the step as a uint32, for `fold_in`, and the sizes as ints; or raises."""
     names = ("num_examples", "batch_size", "num_microbatches")
     todo = "Pass a Python int, known when the function is traced."
     ints = []
@@ -149,6 +146,5 @@ def _checked(step: Any, *sizes: Any) -> tuple[jax.Array, int, int, int]:
     check_step(step, todo)
     # Reading the value of a JAX array could wait for the device.
     if not isinstance(step, jax.Array) and not 0 <= int(step) < 2**32:
-        required = "not be negative" if step < 0 else "be below 2^32"
-        raise ValueError(f"step must {required}, but it is {step}. {todo}")
+        raise ValueError(f"step must be from 0 to 2^32 - 1, but it is {step}. {todo}")
     return jnp.asarray(step, jnp.uint32), num_examples, batch_size, num_microbatches

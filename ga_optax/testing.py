@@ -120,15 +120,12 @@ def _difference(actual: Any, expected: Any) -> str | None:
     a, b = _array(actual), _array(expected)
     # Keys of two generators can have the same data.
     kinds = [getattr(leaf, "dtype", type(leaf)) for leaf in (actual, expected)]
-    attributes = ("dtypes", a.dtype, b.dtype), ("shapes", a.shape, b.shape)
-    for name, x, y in (*attributes, ("dtypes", *kinds)):
+    for name, x, y in (("dtypes", *kinds), ("shapes", a.shape, b.shape)):
         if x != y:
             return f"the {name} differ, {x} and {y}"
     if not a.dtype.itemsize:  # float0 has no bits
         return None
-    parts = ("",)
-    if np.iscomplexobj(a):
-        parts = (", real part", ", imaginary part")
+    parts = (", real part", ", imaginary part") if np.iscomplexobj(a) else ("",)
     a, b = (np.stack([x.real, x.imag][: len(parts)], axis=-1) for x in (a, b))
     a_bits, b_bits = (x.view(f"u{x.dtype.itemsize}") for x in (a, b))
     differ = a_bits != b_bits

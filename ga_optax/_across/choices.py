@@ -81,12 +81,8 @@ def count_if(happened: Predicate, counter: jax.Array) -> jax.Array:
 
 def cast_like(tree: Any, like: Any) -> Any:
     """Casts each leaf to the dtype of the same leaf in `like`, so no state drifts."""
-
-    def cast(x: Any, y: Any) -> Any:
-        x, dtype = jnp.asarray(x), jax.dtypes.result_type(y)
-        return x if x.dtype == dtype else x.astype(dtype)
-
-    return jax.tree.map(cast, tree, like)
+    dtypes = jax.tree.map(jax.dtypes.result_type, like)
+    return jax.tree.map(lambda x, t: accumulator.cast(jnp.asarray(x), t), tree, dtypes)
 
 
 # == Decisions =========================================================================
@@ -140,13 +136,7 @@ def drop_window_if_not_finite(
 
 
 def check_decisions(skip: Any, drop: Any) -> None:
-    """Raises unless `skip` decides on micro-steps, and `drop` on windows."""
-    if skip is drop_window_if_not_finite:
-        raise ValueError(
-            "should_skip_update_fn must decide on one micro-step, but it is "
-            "drop_window_if_not_finite, which decides on a window. Pass "
-            "should_drop_window_fn=ga_optax.drop_window_if_not_finite."
-        )
+    """Raises unless `skip` and `drop` are functions, or None."""
     signature = "(updates, step, params) -> (skip, skip_state)"
     for name, fn, example in (
         ("should_skip_update_fn", skip, "optax.skip_not_finite"),

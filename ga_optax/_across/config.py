@@ -9,7 +9,7 @@ each of many.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from .. import accumulator
-from .._checks import check_int, is_int, named_leaves, nodes_of
+from .._checks import check_int, named_leaves, nodes_of
 from .._devices import collectives, meshes
 from .._text import warn_once
 from .choices import Predicate, select
@@ -78,10 +78,13 @@ class Config:
             _, drop_state = checked(drops(acc.total[0], acc.count, params))
         self.window_length(acc.count)  # raises if k is known and invalid
         inner = self.inner.init(params)
-        for kind, name in _ACCUMULATORS.items():
-            for path in nodes_of(kind, inner):
-                cause = f"its state at {path or 'the top'} is that of {name}"
-                raise windows_of_windows(cause, self.every_k_schedule)
+        for where in accumulators_in(inner):
+            raise ValueError(
+                f"opt must not accumulate gradients, but {where}. opt would then take "
+                "one step in k x (the inner k) micro-steps. Pass the optimizer without "
+                "that accumulation, and the number of micro-steps a step as "
+                "every_k_schedule."
+            )
         finite = nodes_of(optax.ApplyIfFiniteState, inner)
         if finite and not (self.should_drop_window_fn or self.should_skip_update_fn):
             warn_once(
@@ -211,6 +214,15 @@ _ACCUMULATORS = {
     optax.MultiStepsState: "an optax.MultiSteps",
     optax.ApplyEvery: "an optax.apply_every",
 }
+
+
+def accumulators_in(state: optax.OptState) -> Iterator[str]:
+    """The places of a state that are of transformations that accumulate, in words."""
+    for kind, name in _ACCUMULATORS.items():
+        for path in nodes_of(kind, state):
+            yield f"its state at {path or 'the top'} is that of {name}"
+
+
 _LENGTH = "The result of every_k_schedule"
 _RETURN = "Return the number of micro-steps in the window of that step, at least 1."
 
@@ -253,41 +265,17 @@ def check_optimizer(name: str, value: Any, todo: str) -> None:
 def check_every_k(k: Any) -> Any:
     """Returns k, an int of at least 1 or a function, or raises."""
     todo = "Pass the number of micro-steps in a window, or a function of the step."
-    if is_int(k):
-        return check_int("every_k_schedule", k, todo)
-    if not callable(k):
-        raise TypeError(
-            f"every_k_schedule must be an int or a function, but it is {k!r} of type "
-            f"{type(k).__name__}. {todo}"
-        )
-    return k
-
-
-def windows_of_windows(cause: str, k: Any, inner_k: Any = None) -> ValueError:
-    """The error for an inner optimizer that accumulates, in windows of `inner_k`."""
-    known = isinstance(k, int) and isinstance(inner_k, int)
-    times = f"{k} x {inner_k} = {k * inner_k}" if known else "k x (the inner k)"
-    return ValueError(
-        f"opt must not accumulate gradients, but {cause}. opt would then take one step "
-        f"in {times} micro-steps. Pass the optimizer without that accumulation, and "
-        "the number of micro-steps a step as every_k_schedule."
-    )
+    return k if callable(k) else check_int("every_k_schedule", k, todo)
 
 
 def checked(decision: Any) -> tuple[jax.Array, Any]:
     """Returns the result of a function that skips or drops; raises if it is invalid."""
-    if not isinstance(decision, tuple) or len(decision) != 2:
+    is_pair = isinstance(decision, tuple) and len(decision) == 2
+    skip, skip_state = decision if is_pair else (0, ())
+    if (jnp.result_type(skip), jnp.shape(skip)) != (jnp.bool_, ()):
         raise ValueError(
             "should_skip_update_fn and should_drop_window_fn must return the pair "
-            f"(skip, skip_state), but one returned {decision!r}. If there is no state "
-            "to keep, return (skip, ())."
-        )
-    skip, skip_state = decision
-    dtype, shape = jnp.result_type(skip), jnp.shape(skip)
-    if (dtype, shape) != (jnp.bool_, ()):
-        raise ValueError(
-            "The `should_skip_update_fn` function should return a boolean scalar "
-            f"array, but it returned an array of dtype {dtype} and shape {shape}. "
-            "Compare and reduce, with jnp.any for example."
+            "(skip, skip_state) of a boolean scalar and what to keep, such as (), but "
+            f"one returned {decision!r}. Compare and reduce, with jnp.any for example."
         )
     return jnp.asarray(skip), skip_state

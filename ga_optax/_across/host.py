@@ -17,17 +17,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._checks import check_structure, is_on_host, named_leaves, nodes_of
+from .._checks import check_structure, is_on_host, named_leaves
 from .._devices.collectives import on_device
 from .._passes import jaxprs
 from .choices import cast_like
-from .config import check_optimizer
-from .state import MultiStepsState
-
-_OUTSIDE = (
-    "on_host must not move a sum of gradients, which changes in every micro-step, but "
-    "{}. Put it inside: MultiSteps(on_host(opt), k)."
-)
+from .config import accumulators_in, check_optimizer
 
 
 def on_host(
@@ -70,27 +64,19 @@ def on_host(
 
     Raises:
       TypeError: if `opt` is no optimizer.
-      ValueError: if `opt` accumulates gradients, or lies on the host already; in
-        `update`, if an array of the state does not lie in the host's memory.
+      ValueError: in `init`, if `opt` accumulates gradients; in `update`, if an array of
+        the state does not lie in the host's memory.
     """
     check_optimizer("opt", opt, "Pass an optimizer, such as optax.adam(1e-3).")
-    if isinstance(opt, optax.MultiSteps) or hasattr(opt, "_config"):
-        raise ValueError(_OUTSIDE.format("opt is a MultiSteps"))
     inner = optax.with_extra_args_support(opt)
 
     def init(params: optax.Params) -> optax.OptState:
         state = inner.init(params)
-        for kind in (MultiStepsState, optax.MultiStepsState):
-            for path in nodes_of(kind, state):
-                cause = f"opt has a MultiSteps, with its state at {path or 'the top'}"
-                raise ValueError(_OUTSIDE.format(cause))
-        for name, x in named_leaves(state):
-            if is_on_host(x):
-                raise ValueError(
-                    "on_host must get an optimizer whose state lies on the device, but "
-                    f"{name} of its state lies on the host. Use on_host once, around "
-                    "the whole optimizer."
-                )
+        for where in accumulators_in(state):
+            raise ValueError(
+                "on_host must not move a sum of gradients, which changes in every "
+                f"micro-step, but {where}. Put it inside: MultiSteps(on_host(opt), k)."
+            )
         return jax.tree.map(lambda x: _to_host(x) if _moves(x) else x, state)
 
     def update(
@@ -141,10 +127,11 @@ def _check(state: Any) -> None:
     for name, x in named_leaves(state):
         if _moves(x) and not is_on_host(x):
             raise ValueError(
-                "The state of on_host must lie in the host's memory, but "
-                f"{name} does not. Restore checkpoints into the shardings of "
-                "init(params), or pass jax.device_put(leaf, jax.memory.Space.Host). "
-                "Shapes from jax.eval_shape say nothing of memory: give them shardings."
+                f"The state of on_host must lie in the host's memory, but {name} does "
+                "not. Restore checkpoints into the shardings of init(params), or pass "
+                "jax.device_put(leaf, jax.memory.Space.Host). Shapes from "
+                "jax.eval_shape say nothing of memory: give them shardings. Use "
+                "on_host once, around the whole optimizer."
             )
 
 
@@ -156,22 +143,17 @@ def _in_turn(fun: Callable[..., Any], args: list[jax.Array]) -> list[Any]:
     program = jaxprs.program_of(fun, *args)
     program = jaxprs.program_of(lambda *xs: _inlined(program, xs), *args)
     jaxpr: Any = program.jaxpr
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
-    env |= dict(zip(jaxpr.invars, args, strict=True))
-    shared, *groups = _groups(jaxpr)
-    inside = [x for group in groups for e in group for x in e.invars]
-    wanted = {*jaxprs.variables(jaxpr.outvars), *jaxprs.variables(inside)}
+    names = [*jaxpr.constvars, *jaxpr.invars]
+    env: dict[Any, Any] = dict(zip(names, [*program.consts, *args], strict=True))
     done: list[jax.Array] = []
-    for group in [shared, *groups]:
-        atoms = jaxprs.variables(x for e in group for x in e.invars)
-        read = [x for x in dict.fromkeys(atoms) if x in env]
-        values = [env[x] for x in read]
-        moved = [i for i, x in enumerate(read) if jaxprs.is_among(x, jaxpr.invars)]
+    for group in _groups(jaxpr):
+        read = dict.fromkeys(jaxprs.variables(x for e in group for x in e.invars))
+        moved = [x for x in read if x in jaxpr.invars]
         if done:
-            xs, _ = jax.lax.optimization_barrier(([values[i] for i in moved], done))
-            values = jaxprs.put(values, moved, xs)
-        made = [x for e in group for x in e.outvars if x in wanted]
-        out = jaxprs.bind(jaxpr, group, read, made, values)
+            xs, _ = jax.lax.optimization_barrier(([env[x] for x in moved], done))
+            env |= dict(zip(moved, xs, strict=True))
+        made = [x for e in group for x in e.outvars if jaxprs.num_readers(jaxpr, x)]
+        out = jaxprs.bind(jaxpr, group, list(env), made, list(env.values()))
         env |= dict(zip(made, out, strict=True))
         done = out if moved else []
     return [env[x] if jaxprs.is_variable(x) else x.val for x in jaxpr.outvars]

@@ -32,7 +32,6 @@ from .config import (
     check_every_k,
     check_optimizer,
     differentiated,
-    windows_of_windows,
 )
 from .state import (
     ORDER,
@@ -113,8 +112,8 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
 
     Raises:
       TypeError: if an argument has the wrong type.
-      ValueError: if k is known and less than 1, if arguments contradict each other, or
-        if `opt` accumulates gradients (`init` raises if a part of `opt` does).
+      ValueError: if k is known and less than 1, or if arguments contradict each other;
+        in `init`, if `opt` or a part of it accumulates gradients.
     """
 
     _config: Config
@@ -136,12 +135,8 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         """Builds the pair of pure functions; see the class for the arguments."""
         axes = meshes.check_data_axis(data_axis)
         check_decisions(should_skip_update_fn, should_drop_window_fn)
-        if not isinstance(track_norm, bool):
-            raise TypeError(
-                f"track_norm must be a Python bool, but it is {track_norm!r}. It "
-                "decides which fields the state has: pass True or False."
-            )
-        _check_opt(opt, every_k_schedule)
+        todo = "Call the factory: optax.adam(1e-3), not optax.adam."
+        check_optimizer("opt", opt, todo)
         config = Config(
             opt=opt,
             every_k_schedule=check_every_k(every_k_schedule),
@@ -149,7 +144,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
             should_skip_update_fn=should_skip_update_fn,
             accumulator_dtype=check_dtype(accumulator_dtype),
             should_drop_window_fn=should_drop_window_fn,
-            track_norm=track_norm,
+            track_norm=bool(track_norm),
             data_axis=axes or None,
             mean_argnames=_check_argnames(mean_argnames),
         )
@@ -304,11 +299,6 @@ def apply_gradients(
         )
     check_optimizer("tx", tx, ORDER)
     _check_spelling(extra_args)
-    if params is None and jax.tree.leaves(grads):
-        raise TypeError(
-            "params must be the parameters, but it is None. apply_gradients returns "
-            "updated parameters: pass the parameters of grads."
-        )
     check_order(grads=grads, params=params)
     check_swapped(grads, state, params)
     trained = differentiated(params)
@@ -376,17 +366,6 @@ def flush(
     extra_args |= dict.fromkeys(config.mean_argnames, 0.0)  # only their types are read
     trained = differentiated(params)
     return MicroStep(config, state, trained, params, extra_args).close_early()
-
-
-def _check_opt(opt: Any, k: Any) -> None:
-    """Raises unless `opt` is an optimizer that does not accumulate gradients."""
-    todo = "Call the factory: optax.adam(1e-3), not optax.adam."
-    check_optimizer("opt", opt, todo)
-    if isinstance(opt, MultiSteps):
-        cause = "it is a ga_optax.MultiSteps"
-        raise windows_of_windows(cause, k, opt._config.every_k_schedule)
-    if isinstance(opt, optax.MultiSteps):
-        raise windows_of_windows("it is an optax.MultiSteps", k)
 
 
 def _check_spelling(extra_args: dict[str, Any]) -> None:

@@ -96,17 +96,7 @@ class MultiStepsState(NamedTuple):
         return self._read("skipped_windows")
 
     def __repr__(self) -> str:
-        fields = self._asdict()
-        counters = self.counters
-        if (
-            isinstance(counters, jax.Array)
-            and counters.shape == (len(COUNTERS),)
-            and not isinstance(counters, jax.core.Tracer)
-            and not counters.is_deleted()
-        ):
-            del fields["counters"]
-            fields |= {name: self._read(name) for name in COUNTERS}
-        return _text.repr_of(type(self).__name__, fields)
+        return _text.repr_of(type(self).__name__, self._asdict())
 
     def _read(self, name: str) -> jax.Array:
         counters, i = self.counters, COUNTERS.index(name)
@@ -284,10 +274,9 @@ def find_state(state: optax.OptState, field: str | None = None) -> MultiStepsSta
     return next(iter(states.values()))
 
 
-_WRAP = "Wrap the optimizer in ga_optax.MultiSteps."
-_RESTORE = (
-    "If it is a checkpoint that was restored without a target, restore it into the "
-    "structure of tx.init(params)."
+OF_OTHERS = (
+    "Convert a state of Optax with ga_optax.from_optax. A checkpoint that was restored "
+    "without a target must be restored into the structure of tx.init(params)."
 )
 
 
@@ -295,12 +284,10 @@ def some_states(state: optax.OptState) -> dict[str, MultiStepsState]:
     """Every `MultiStepsState` in a tree, by path; raises if there is none."""
     if states := nodes_of(MultiStepsState, state):
         return states
-    todo = f"{_WRAP} {_RESTORE}" if isinstance(state, dict) else _WRAP
-    if nodes_of(optax.MultiStepsState, state):
-        todo = "There is one of Optax: convert it with ga_optax.from_optax."
     raise ValueError(
         "There must be a MultiStepsState of ga_optax in the state, but there is none "
-        f"in this {type(state).__name__}. {todo}"
+        f"in this {type(state).__name__}. Wrap the optimizer in ga_optax.MultiSteps. "
+        f"{OF_OTHERS}"
     )
 
 
@@ -387,28 +374,6 @@ def check_swapped(grads: Any, state: Any, params: Any) -> None:
             f"{'grads' if of_state == of_grads else 'params'}. Were arguments swapped? "
             f"{ORDER}"
         )
-
-
-def check_state(state: Any) -> MultiStepsState:
-    """Returns `state` if it is a `MultiStepsState`, or raises."""
-    if isinstance(state, MultiStepsState):
-        length, shape = len(COUNTERS), getattr(state.counters, "shape", None)
-        if shape != (length,):
-            raise ValueError(
-                f"The field counters of the state must be int32[{length}], but the "
-                f"shape is {shape}. Restore the state into the structure of "
-                "tx.init(params)."
-            )
-        return state
-    todo = "Pass the state that init or the last call returned."
-    if isinstance(state, dict):
-        todo = _RESTORE
-    if isinstance(state, optax.MultiStepsState):
-        todo = "Convert it with ga_optax.from_optax."
-    raise TypeError(
-        "state must be a MultiStepsState of ga_optax, but it is of type "
-        f"{type(state).__module__}.{type(state).__name__}. {todo}"
-    )
 
 
 # == States of Optax ===================================================================

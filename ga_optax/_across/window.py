@@ -33,7 +33,7 @@ from .._devices import collectives, meshes
 from . import choices
 from .choices import Predicate
 from .config import Config, WindowSum, checked, differentiated
-from .state import OPTIONS, MultiStepsState, check_state
+from .state import OF_OTHERS, OPTIONS, MultiStepsState
 
 # The results of a branch: the parameters or the updates, whether the branch made a
 # step, and the fields `_CHANGED` of the state.
@@ -74,7 +74,8 @@ class MicroStep:
     applies: bool = True
 
     def __post_init__(self) -> None:
-        check_state(self.state)
+        todo = f"Pass the state that init or the last call returned. {OF_OTHERS}"
+        _checks.check_type("state", self.state, MultiStepsState, todo)
         for field, new in jax.eval_shape(self.config.optional_fields).items():
             if new != ():
                 self._check_field(field, new)
@@ -266,8 +267,7 @@ class MicroStep:
         def recomputed(_: Any) -> Any:
             return self.config.finish(self.added(), closes).total[0]
 
-        ways = {"cpu": lambda grads: grads, "default": recomputed}
-        sums = jax.lax.platform_dependent(grads, **ways)
+        sums = jax.lax.platform_dependent(grads, cpu=lambda x: x, default=recomputed)
         return acc._replace(total=(choices.by_leaf(self._reused, sums, grads), args))
 
     def _step_unless_dropped(self, acc: WindowSum) -> _Results:
@@ -394,13 +394,11 @@ class MicroStep:
         """Raises unless a field of the state has the structure of `new`."""
         required, actual = map(jax.tree.structure, (new, getattr(self.state, field)))
         if required != actual:
-            kind = f"{actual}, not {required}" if actual.num_leaves else "empty"
-            when = " while no window is open" * (field == "arg_totals")
             raise ValueError(
-                f"The field {field} of the state must fit {OPTIONS[field]}, but "
-                f"it is {kind}: the state was made without that option, or with "
-                f"another one. Take the field from a new state{when}: "
-                f"state._replace({field}=tx.init(params).{field})."
+                f"The field {field} of the state must fit {OPTIONS[field]}, but it is "
+                f"{actual}, not {required}: the state was made without that option, or "
+                "with another one. Take the field from a new state while no window is "
+                f"open: state._replace({field}=tx.init(params).{field})."
             )
 
     def _check_params(self) -> None:

@@ -120,14 +120,14 @@ class Audit:
         total, number = self.total_bytes, len(self.collectives)
         amount = "an unknown number of" if total is None else f"{total:,}"
         counted = f"{number} collective{'s' * (number > 1)}"
-        counted += f", {len(self.in_loop) or 'none'} in a loop"
-        texts = [f"{counted}: {amount} bytes a call on each device."]
+        inside = f"{len(self.in_loop) or 'none'} in a loop"
+        texts = [f"{counted}, {inside}: {amount} bytes a call on each device."]
         scopes = {x for c in self.collectives for x in c.source.split("/")}
         others = [c for c in self.collectives if c.kind not in _REDUCTIONS]
         if _EACH in scopes:
             texts.append(
-                'sync="each" asks for the reductions in every iteration (scope '
-                f'{_EACH}); sync="last" has one after the loop.'
+                'sync="each" asks for the reductions in every iteration; sync="last" '
+                "has one after the loop."
             )
         elif _MERGE.isdisjoint(scopes) and (others or self.in_loop):
             texts.append(
@@ -136,15 +136,14 @@ class Audit:
             )
         if others or self.in_loop:
             texts.append("A sharded model needs what moves its activations or weights.")
-        named = [c for c in others if c.source and not _OPERATION.match(c.source)]
-        if gathers := [c for c in named if c.kind == "all-gather"]:
-            names = list(dict.fromkeys(c.source for c in gathers))
+        gathers = [c for c in others if c.kind == "all-gather" and c.source]
+        if gathers := [c for c in gathers if not _OPERATION.match(c.source)]:
+            names = ", ".join(dict.fromkeys(c.source for c in gathers))
             texts.append(
-                f"Every device gathers all of {', '.join(names[:4])}"
-                f"{', ...' * (len(names) > 4)}: {sum(c.num_bytes for c in gathers):,} "
-                "bytes from each. For parameters, pass param_specs= to DataAxis. Other "
-                "arrays stay sharded if they are arguments of the outermost jitted "
-                "function, or if jax.lax.with_sharding_constraint gives their sharding."
+                f"Every device gathers all of {names}: "
+                f"{sum(c.num_bytes for c in gathers):,} bytes from each. For "
+                "parameters, pass param_specs= to DataAxis; to keep other arrays "
+                "sharded, use jax.lax.with_sharding_constraint."
             )
         return " ".join(texts)
 
@@ -207,8 +206,6 @@ def audit(
         groups = instruction.attribute(GROUPS)
         context = axes_of(groups, mesh), placed.loops, placed.conditional
         source = instruction.attribute(SOURCE)
-        if source.endswith("/shard_map"):  # so says jax 0.10 of arguments
-            source = argument_read(instruction) or source
         opcode = "reduce-scatter" if is_scattered(placed) else kind[1]
         what = opcode, instruction.name, size, groups, *context
         collectives.append(Collective(*what, source.replace("\\'", "'")))
@@ -230,8 +227,8 @@ EnclosingLoops = tuple[tuple[str, int | None], ...]
 
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<=]*)\]")
 _HEAD = re.compile(r"\s*(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{\s*$")
-_TARGET = re.compile(r"^\s*(?:ROOT\s+)?%?([\w.\-]+)\s*=\s*")
-_OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
+# No type has a word in small letters before a parenthesis.
+_LINE = re.compile(r"\s*(ROOT\s+)?%?([\w.\-]+)\s*=\s*(.*?)\s([a-z][\w\-]*)\(")
 _INDEX = re.compile(r"\bindex=(\d+)")
 _COMMENT = re.compile(r"/\*.*?\*/")  # counts the elements of a tuple
 _CALLED = re.compile(
@@ -391,15 +388,6 @@ class Module:
         return max(0, -(-(stop - first) // by)) if known else None
 
 
-def argument_read(instruction: Instruction) -> str:
-    """The name of the program's argument that an instruction reads, or ""."""
-    if instruction.opcode == "parameter":
-        return instruction.attribute(SOURCE)
-    name = _name(instruction.operands[0]) if len(instruction.operands) == 1 else ""
-    source = instruction.computation.get(name)
-    return argument_read(source) if source else ""
-
-
 def root(computation: Computation) -> Instruction:
     """The instruction that computes the result of a computation."""
     return max(computation.values(), key=lambda instruction: instruction.is_root)
@@ -536,17 +524,13 @@ def parse_hlo(text: str) -> Module:
       ValueError: if the text is not an HLO module with an entry.
     """
     computations: dict[str, Computation] = {}
-    current, entry = None, None
+    current: Computation = {}
+    entry = None
     for line in text.splitlines():
-        if current is None or not line.startswith((" ", "\t")):
-            head = _HEAD.match(line)
-            if head and not line.startswith("HloModule"):
-                current = computations[head[2]] = {}
-                entry = head[2] if head[1] else entry
-                continue
-        if line.strip().startswith("}"):
-            current = None
-        elif current is not None and (instruction := _instruction(line, current)):
+        if head := _HEAD.match(line):
+            current = computations[head[2]] = {}
+            entry = head[2] if head[1] else entry
+        elif instruction := _instruction(_COMMENT.sub("", line), current):
             current[instruction.name] = instruction
     if entry is None:
         raise ValueError(
@@ -558,16 +542,13 @@ def parse_hlo(text: str) -> Module:
 
 
 def _instruction(line: str, computation: Computation) -> Instruction | None:
-    name = _TARGET.match(line)
-    rest = _COMMENT.sub("", line[name.end() :]) if name else ""
-    # The type is one shape, or a tuple in parentheses.
-    call = _OPCODE.search(rest, _parts(rest, 0)[1] if rest.startswith("(") else 0)
-    if name is None or call is None:
+    call = _LINE.match(line)
+    if call is None:
         return None
-    operands, stop = _parts(rest, call.end() - 1)
-    type_, attributes = rest[: call.start()], rest[stop:]
-    root = line.lstrip().startswith("ROOT")
-    return Instruction(name[1], type_, call[1], operands, attributes, root, computation)
+    is_root, name, type_, opcode = call.groups()
+    operands, stop = _parts(line, call.end() - 1)
+    what = name, type_, opcode, operands, line[stop:], bool(is_root)
+    return Instruction(*what, computation)
 
 
 def _name(operand: str) -> str:

@@ -201,21 +201,13 @@ def plan(
     return Plan(answer, batch_size, limit, compiled, untried)
 
 
-class _StepError(Exception):
-    """A step that does not fit the other arguments: the error's type and message."""
-
-
 def _check_make_step(make_step: Any) -> None:
     """Raises unless `make_step` can be called with a number of micro-batches alone."""
-    signature = "of num_microbatches that returns a jitted function"
-    example = "lambda k: jax.jit(ga_optax.value_and_grad(loss, k)), for example."
-    todo = f"Pass the function that builds your step: {example}"
-    _checks.check_callable("make_step", make_step, signature, todo)
-    if hasattr(make_step, "lower"):
-        raise TypeError(
-            f"make_step must be a function {signature}, but it is a jitted function. "
-            f"{todo}"
-        )
+    todo = (
+        "Pass the function that builds your jitted step: "
+        "lambda k: jax.jit(ga_optax.value_and_grad(loss, k)), for example."
+    )
+    _checks.check_callable("make_step", make_step, "of num_microbatches", todo)
     with contextlib.suppress(ValueError):  # a built-in function has no signature
         signature = inspect.signature(make_step)
         try:
@@ -232,24 +224,25 @@ def _is_too_large(candidate: Candidate) -> bool:
     return "RESOURCE_EXHAUSTED" in (candidate.error or "")
 
 
+@dataclasses.dataclass
 class _Search:
     """Compiles candidates, and remembers their sizes.
 
     Attributes:
+      make_step: a function of the number of micro-batches that returns a step.
+      args: the arguments of the step.
+      limit: the bytes of one device.
+      batch_size: examples in a batch.
       compiled: the compiled candidates, by the number of micro-batches.
+      errors: the errors of the candidates that failed.
     """
 
-    def __init__(
-        self,
-        make_step: Callable[[int], Any],
-        args: tuple[Any, ...],
-        limit: int,
-        batch_size: int,
-    ) -> None:
-        self.compiled: dict[int, Candidate] = {}
-        self._make_step, self._args = make_step, args
-        self._limit, self._batch_size = limit, batch_size
-        self._errors: list[Exception] = []
+    make_step: Callable[[int], Any]
+    args: tuple[Any, ...]
+    limit: int
+    batch_size: int
+    compiled: dict[int, Candidate] = dataclasses.field(default_factory=dict)
+    errors: list[Exception] = dataclasses.field(default_factory=list)
 
     def smallest_that_fits(self, choices: list[int]) -> int | None:
         """The smallest candidate that fits, if memory falls after the first one."""
@@ -283,72 +276,74 @@ class _Search:
                 f"At least one candidate must compile, but all {len(self.compiled)} "
                 f"failed; num_microbatches={k} with {f'{failed.error}'.rstrip('.')}. "
                 f"To see the error, call make_step({k}).lower(*args)."
-            ) from self._errors[0]
+            ) from self.errors[0]
         raise NothingFitsError(
-            f"The step must fit into {bytes_in_words(self._limit)}, but {cause}. Allow "
+            f"The step must fit into {bytes_in_words(self.limit)}, but {cause}. Allow "
             "more micro-batches, donate the arguments that the step replaces, use "
             f"jax.checkpoint, or shard over more devices.\n{page}"
-        ) from (None if needs else self._errors[0])
-
-    def _compile(self, k: int) -> tuple[Any, list[str]]:
-        """The compiled step with k micro-batches, and the notes of `value_and_grad`."""
-        with places.recordings() as lines, places.seen_batches() as batches:
-            try:
-                step = self._make_step(k)
-                lower = getattr(step, "lower", None)
-                lowered = None if lower is None else lower(*self._args)
-            finally:
-                pairs = [sorted((self._batch_size, rows)) for rows in batches]
-                if batches and all(many % few for few, many in pairs):
-                    raise _StepError(
-                        ValueError,
-                        "batch_size must be the number of rows of the step's batch, but"
-                        f" it is {self._batch_size}, and value_and_grad got a batch of "
-                        f"{batches[0]}. Pass that number, or other arguments.",
-                    )
-            if lowered is None:
-                raise _StepError(
-                    TypeError,
-                    "make_step must return a jitted function, but num_microbatches="
-                    f"{k} gave a {type(step).__name__}, which has no `lower`. Return "
-                    "jax.jit(step).",
-                )
-            return lowered.compile(), lines
+        ) from (None if needs else self.errors[0])
 
     def _measured(self, k: int) -> Candidate:
         """Compiles a candidate, and prints the progress."""
         say = functools.partial(print, file=sys.stderr, flush=True)
         say(f"plan: num_microbatches={k}: compiling ...", end="")
         start = time.perf_counter()
-        try:
-            compiled, lines = self._compile(k)
-        except _StepError as error:
-            kind, message = error.args
-            raise kind(message) from None
-        except Exception as error:  # from the user's code or the compiler: reported
-            self._errors.append(error)
-            message = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
+        step = compiled = failure = None
+        fits = False
+        with places.recordings() as lines, places.seen_batches() as batches:
+            try:
+                step = self.make_step(k)
+                lower = getattr(step, "lower", None)
+                compiled = lower and lower(*self.args).compile()
+            except Exception as error:  # from the user's code or the compiler: reported
+                failure = error
+        self._check_batch_size(batches)
+        if failure is not None:
+            self.errors.append(failure)
+            message = (
+                f"{type(failure).__name__}: {str(failure).strip() or 'no message'}"
+            )
             candidate = Candidate(k, error=message.splitlines()[0])
             outcome = f"failed: {candidate.error}"
+        elif compiled is None:
+            raise TypeError(
+                f"make_step must return a jitted function, but num_microbatches={k} "
+                f"gave a {type(step).__name__}, which has no `lower`. Return "
+                "jax.jit(step)."
+            )
         else:
-            analysis = compiled.memory_analysis()
-            if analysis is None:
-                raise ValueError(
-                    "The backend must report the memory of compiled programs, but "
-                    f"{jax.default_backend()!r} reports none. Plan on another backend."
-                )
-            kinds = "argument", "output", "alias"
-            sizes: Any = {x: getattr(analysis, f"{x}_size_in_bytes") for x in kinds}
-            temp, host = temporaries(analysis), host_bytes(analysis)
-            candidate = Candidate(k, temp, **sizes, host=host, notes=tuple(lines))
-            fits = (candidate.bytes or 0) <= self._limit
-            candidate = dataclasses.replace(candidate, fits=fits)
-            size = bytes_in_words(candidate.bytes or 0)
-            outcome = f"{size}, {'fits' if fits else 'does not fit'}"
+            candidate = _candidate(k, compiled, tuple(lines))
+            need = candidate.bytes or 0
+            fits = need <= self.limit
+            outcome = f"{bytes_in_words(need)}, {'fits' if fits else 'does not fit'}"
         seconds = time.perf_counter() - start
         say(f" {outcome} ({seconds:.1f} s)")
-        self.compiled[k] = dataclasses.replace(candidate, seconds=seconds)
+        self.compiled[k] = dataclasses.replace(candidate, fits=fits, seconds=seconds)
         return self.compiled[k]
+
+    def _check_batch_size(self, batches: Sequence[int]) -> None:
+        """Raises if `value_and_grad` got batches of other numbers of rows alone."""
+        pairs = [sorted((self.batch_size, rows)) for rows in batches]
+        if batches and all(many % few for few, many in pairs):
+            raise ValueError(
+                "batch_size must be the number of rows of the step's batch, but it is "
+                f"{self.batch_size}, and value_and_grad got a batch of {batches[0]}. "
+                "Pass that number, or other arguments."
+            )
+
+
+def _candidate(k: int, compiled: Any, notes: tuple[str, ...]) -> Candidate:
+    """The sizes of a compiled candidate, before the limit is known."""
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        raise ValueError(
+            "The backend must report the memory of compiled programs, but "
+            f"{jax.default_backend()!r} reports none. Plan on another backend."
+        )
+    kinds = "argument", "output", "alias"
+    sizes: Any = {x: getattr(analysis, f"{x}_size_in_bytes") for x in kinds}
+    sizes |= {"temp": temporaries(analysis), "host": host_bytes(analysis)}
+    return Candidate(k, **sizes, notes=notes)
 
 
 def temporaries(analysis: Any) -> int:
@@ -396,29 +391,19 @@ def _page(
         if c.error is not None:
             lines.append(f"num_microbatches={c.num_microbatches} failed: {c.error}")
     # The smallest candidate, which the search tries first, may need less memory.
-    sized = [(c.num_microbatches, c.bytes) for c in candidates[1:] if not c.error]
-    for (few, small), (many, large) in itertools.pairwise(sized):
-        if (large or 0) > (small or 0):
+    sized = [c for c in candidates[1:] if not c.error]
+    for few, many in itertools.pairwise(sized):
+        if (many.bytes or 0) > (few.bytes or 0):
             lines.append(
-                f"Memory rises from {few} to {many} micro-batches, but the search "
-                "assumes that memory falls. A candidate that was not compiled may fit. "
-                "To be sure, pass the other candidates one at a time."
+                f"Memory rises from {few.num_microbatches} to {many.num_microbatches} "
+                "micro-batches, but the search assumes that memory falls. To be sure, "
+                "pass the candidates that were not compiled one at a time."
             )
-    some = [c for c in candidates if c.num_microbatches > 1 and not c.error]
-    lines += _of_candidates(some)
+    notes = (note for c in candidates if c.num_microbatches > 1 for note in c.notes)
+    lines += dict.fromkeys(notes)
     return "\n".join(
         [*_text.columns(table), verdict, *itertools.chain(*map(_text.wrap, lines))]
     )
-
-
-def _of_candidates(compiled: Sequence[Candidate]) -> list[str]:
-    """Each note once, with the candidates that have it, unless all do."""
-    lines = []
-    for note in dict.fromkeys(note for c in compiled for note in c.notes):
-        of = [str(c.num_microbatches) for c in compiled if note in c.notes]
-        some = f"num_microbatches={', '.join(of)}: "
-        lines.append((some if len(of) < len(compiled) else "") + note)
-    return lines
 
 
 # -- The device and candidates ---------------------------------------------------------
@@ -557,17 +542,14 @@ class Target:
         number = len(self.topology.devices)
         shardings = filter(None, map(_named_sharding, jax.tree.leaves(args)))
         meshes = {sharding.mesh.shape_tuple: sharding.mesh for sharding in shardings}
-        if len(meshes) > 1 or any(m.size != number for m in meshes.values()):
+        sizes = [mesh.size for mesh in meshes.values()]
+        if (sizes or [1]) != [number]:
             shapes = " and ".join(str(dict(shape)) for shape in meshes)
             raise ValueError(
-                f"The arguments must have one mesh of the {number} devices of the "
-                f"target, but they have {shapes}. Name a target of that size."
-            )
-        if not meshes and number > 1:
-            raise ValueError(
-                f"The arguments must have shardings over the {number} devices of the "
-                "target, but no argument has one. Pass jax.ShapeDtypeStruct with those"
-                f" over jax.sharding.AbstractMesh(({number},), ('data',)), for example."
+                f"The arguments must have shardings over one mesh of the {number} "
+                f"devices of the target, but they have {shapes or 'none'}. Name a "
+                "target of that size, or pass jax.ShapeDtypeStruct with shardings over "
+                f"jax.sharding.AbstractMesh(({number},), ('data',)), for example."
             )
         replicated: Any = SingleDeviceSharding(self.topology.devices[0])
         context: Any = contextlib.nullcontext()

@@ -1,5 +1,6 @@
 """`partition`: assigns every leaf of a tree to a named block."""
 
+import collections
 import dataclasses
 import functools
 import math
@@ -160,23 +161,19 @@ def partition(
         groups.setdefault(_choice(by, path), []).append(i)
 
     blocks: list[Block] = []
-    owners: dict[str, list[int]] = {}
     for rule, group in groups.items():
         if not group:
             raise ValueError(
                 f"Every prefix must have a leaf, but {rule!r} has none. The leaves "
                 f"are {_text.listed([_string(path) for path in paths])}."
             )
-        new = _blocks(rule, group, structure, paths, shapes)
-        for name in (_name(rule), *(block.name for block in new)):
-            owner = owners.setdefault(name, group)
-            if owner is not group:
-                one, other = (_checks.leaf_name(paths[g[0]]) for g in (owner, group))
-                raise ValueError(
-                    f"Blocks must have different names, but {name!r} is the block of "
-                    f"{one} and of {other}. Name one of the blocks differently."
-                )
-        blocks += new
+        blocks += _blocks(rule, group, structure, paths, shapes)
+    for name, number in collections.Counter(block.name for block in blocks).items():
+        if number > 1:
+            raise ValueError(
+                f"Blocks must have different names, but {name!r} is the name of "
+                f"{number}. Name one of the blocks differently."
+            )
     dtypes = tuple(jnp.result_type(leaf) for _, leaf in flat)
     return Partition(structure, shapes, dtypes, tuple(blocks))
 
@@ -216,20 +213,17 @@ def shown(shapes: _Shapes) -> str:
 
 def _checked_rules(by: Any) -> Any:
     """Returns an int, a function or a tuple of prefixes; or raises."""
-    todo = "Use 1 for the top-level names."
-    if _checks.is_int(by):
-        return _checks.check_int("by", by, todo)
+    if callable(by):
+        return by
     if isinstance(by, (str, Stacked, Sequence)):
         prefixes = (by,) if isinstance(by, (str, Stacked)) else tuple(by)
         for prefix in prefixes:
             _check_rule(prefix, "A prefix")
         return prefixes
-    if callable(by):
-        return by
-    raise TypeError(
-        "by must be a number of keys, prefixes of paths, or a function of the path, "
-        f"but it is {by!r} of type {type(by).__name__}. {todo}"
+    todo = (
+        "Use 1 for the top-level names, prefixes of paths, or a function of the path."
     )
+    return _checks.check_int("by", by, todo)
 
 
 def _choice(by: Any, path: _Key) -> _Choice:

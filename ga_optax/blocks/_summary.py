@@ -183,8 +183,7 @@ def report(params: optax.Params | Partition, dtype: Any = jnp.float32) -> BlockR
     blocks = (
         params if isinstance(params, Partition) else _partition.partition(params, 1)
     )
-    leaves = [jax.ShapeDtypeStruct((), x) for x in blocks.dtypes]
-    dtypes = accumulator.accumulator_dtypes(blocks.structure.unflatten(leaves), wide)
+    dtypes = accumulator.accumulator_dtypes(blocks._tree, wide)
     rows = []
     for block in blocks.blocks:
         pairs = zip(block.shapes, block.leaves, strict=True)

@@ -207,8 +207,7 @@ def _of_all_rows(
     """
     core = partial(core, argnums=jax.tree.map(number_of, argnums), has_aux=True)
     core(fun)  # checks the options
-    options = {"accumulator_dtype"} & core.keywords.keys()
-    trees = [x for x in options if jax.tree.structure(core.keywords[x]).num_nodes > 1]
+    dtypes = {"accumulator_dtype"} & core.keywords.keys()  # which may be a tree
 
     @in_context
     @wraps(fun)
@@ -224,10 +223,8 @@ def _of_all_rows(
             return _with_aux(objects.changed(variables), out)
 
         kwargs = objects.kwargs | {"nnx_variables": objects.rest}
-        run = core(
-            run_pure, **{x: objects.pure_prefix(core.keywords[x]) for x in trees}
-        )
-        return finish(objects, run(*objects.args, **kwargs))
+        pure = {name: objects.pure_prefix(core.keywords[name]) for name in dtypes}
+        return finish(objects, core(run_pure, **pure)(*objects.args, **kwargs))
 
     return of_arguments
 

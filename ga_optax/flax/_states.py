@@ -47,33 +47,6 @@ class TrainState(train_state.TrainState):
         with `jax.random.fold_in(key, step)` differs in each micro-step.
     """
 
-    @classmethod
-    def create(  # pyrefly: ignore[bad-override]  # Flax's has no types
-        cls,
-        *,
-        apply_fn: Callable[..., Any] | None,
-        params: Any,
-        tx: optax.GradientTransformation,
-        **kwargs: Any,
-    ) -> "TrainState":
-        """Makes the state before the first call, as in Flax.
-
-        Args:
-          apply_fn: stored in the state, such as `model.apply`.
-          params: the parameters.
-          tx: the optimizer, such as a `ga_optax.MultiSteps`.
-          **kwargs: the fields of a subclass.
-
-        Returns:
-          The new state.
-
-        Raises:
-          TypeError: if `tx` accumulates with `optax.MultiSteps`.
-        """
-        state = super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
-        _check_accumulator(state.opt_state)
-        return state
-
     @property
     def optimizer_steps(self) -> jax.Array:
         """Updates of the inner optimizer so far, which its schedules count."""

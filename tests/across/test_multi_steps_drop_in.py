@@ -199,7 +199,7 @@ def test_a_state_prints_in_a_few_lines_wherever_it_is():
     for text in (*texts, repr(state)):
         assert "total=<1 array, 16,384 bytes>" in text
         assert text.count("\n") <= 6
-    assert "micro_steps=0, " in texts[0]
+    assert "counters=[0, 0, 0, 0]" in texts[0]
     assert "weight=<deleted>" in repr(state)
 
 

@@ -204,12 +204,13 @@ def test_a_state_that_lies_elsewhere_is_refused_before_tracing():
     assert seen == []
 
 
+TWICE = ga.on_host(ga.on_host(ADAM))
 ERRORS = """
 ga.on_host(optax.adam) -> T must be an optax.Gradient
-ga.on_host(ga.MultiSteps(ADAM, 2)) -> V opt is a MultiSteps
+ga.on_host(ga.MultiSteps(ADAM, 2)).init(arrays()) -> V at the top is that of a ga_o
 ga.on_host(optax.chain(ga.MultiSteps(ADAM, 2))).init(arrays())
-  -> V its state at [0]. Put it inside
-ga.on_host(ga.on_host(ADAM)).init(arrays()) -> V Use on_host once
+  -> V its state at [0] | Put it inside
+TWICE.update(grads(1), TWICE.init(arrays()), arrays()) -> V Use on_host once
 """
 
 

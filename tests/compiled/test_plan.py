@@ -203,13 +203,13 @@ def test_the_page_names_the_leaves_that_are_added_in_place_and_why_others_are_no
     assert [page.count(note) for note in plan.candidates[0].notes] == [1] * len(due)
 
 
-def test_a_note_of_some_candidates_names_them():
+def test_a_note_of_several_candidates_is_said_once():
     def candidate(k, *notes):
         return compiled_plan.Candidate(k, notes=notes)
 
     some = candidate(1), candidate(2, "of both"), candidate(4, "of both", "of one")
     page = str(compiled_plan.Plan(2, 8, 2**30, some, ())).splitlines()
-    assert page[-2:] == ["of both", "num_microbatches=4: of one"]
+    assert page[-2:] == ["of both", "of one"]
 
 
 # Their compilers are not among the packages of these tests, so the devices of this
@@ -324,7 +324,7 @@ def test_arguments_on_the_host_stay_there_or_it_is_an_error(machine, sharded):
 
 
 ERRORS = """
-planned("h100:8") -> V shardings over the 8 devices | AbstractMesh
+planned("h100:8") -> V one mesh of the 8 devices | have none | AbstractMesh
 planned("h100", MESH) -> V one mesh of the 1 devices | {'data': 8}
 """
 for _name in ("mac", "h100:2x", "H100:1x2x4", "v5e-4", "", 8):

@@ -434,8 +434,7 @@ def added_fp8():
 
 
 ERRORS = """
-create(optax.MultiSteps(ADAM, 2)) -> T ga_optax.MultiSteps
-create(of_optax().tx) -> T ga_optax.MultiSteps
+after(create(optax.MultiSteps(ADAM, 2))) -> T ga_optax.MultiSteps
 Optimizer(linear(), of_optax().tx, wrt=nnx.Param) -> T ga_optax.MultiSteps
 after(of_optax()) -> T ga_optax.MultiSteps
 of_optax().optimizer_steps -> T ga_optax.MultiSteps

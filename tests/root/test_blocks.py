@@ -418,8 +418,7 @@ divided(lambda _: 7) -> T result of the function | it is 7 of type int
 divided(blocks.Stacked("")) -> V one leading axis
 blocks.partition({"a": jnp.zeros((0, 3))}, blocks.Stacked("a"))
   -> V one leading axis | shape (0, 3)
-two_names("a", "a/0") -> V have different names, but 'a/0'
-two_names("a", "a") -> V Name one of the blocks differently
+two_names("a", "a/0") -> V have different names, but 'a/0' is the name of 2. Name one
 # A tree or a block that is not the partition's.
 blocks.select(Q, model(), "layers/7") -> V 7'. Use 'embed'
 blocks.replace(Q, model(), "layers/0", LAYER._replace(b=jnp.ones(5)))
