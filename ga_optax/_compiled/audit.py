@@ -206,6 +206,8 @@ def audit(
         groups = instruction.attribute(GROUPS)
         context = axes_of(groups, mesh), placed.loops, placed.conditional
         source = instruction.attribute(SOURCE)
+        if source.endswith("/shard_map"):  # so says jax 0.10 of arguments
+            source = argument_read(instruction) or source
         opcode = "reduce-scatter" if is_scattered(placed) else kind[1]
         what = opcode, instruction.name, size, groups, *context
         collectives.append(Collective(*what, source.replace("\\'", "'")))
@@ -386,6 +388,15 @@ class Module:
         constant = all(end.opcode == "constant" for end in ends)
         known = counts and upwards and constant and by > 0
         return max(0, -(-(stop - first) // by)) if known else None
+
+
+def argument_read(instruction: Instruction) -> str:
+    """The name of the program's argument that an instruction reads, or ""."""
+    if instruction.opcode == "parameter":
+        return instruction.attribute(SOURCE)
+    name = _name(instruction.operands[0]) if len(instruction.operands) == 1 else ""
+    source = instruction.computation.get(name)
+    return argument_read(source) if source else ""
 
 
 def root(computation: Computation) -> Instruction:

@@ -330,7 +330,6 @@ def test_a_compiled_program_is_read_as_it_runs(inside):
     assert [part for part in due if part not in str(audit)] == []
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="names no arguments")
 def test_an_argument_that_every_device_gathers_is_named():
     """What is no parameter, and comes to the call from a function inside."""
     mesh = mesh_of(8)
