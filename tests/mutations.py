@@ -478,7 +478,7 @@ FAULTS = """
 - return _as_it_raises(w, e, vs, error)
 + raise error
 * a rule that fails by itself is a fault of the library
-- return _underived(w, function, vs, error)
+- return []
 + raise error
 @ _window/stages.py: test_law_told test_dependencies
 * what runs and what is shown lack the way back of what is shared

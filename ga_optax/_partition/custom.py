@@ -103,8 +103,8 @@ def _kept(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
     function = nested.inner(w, jaxprs.inner(e)[0], vs)
     moving = _moving(e, vs)
     rule, error = looked_at(_rule_of, e, moving)
-    if error is not None:
-        return _underived(w, function, vs, error)
+    if error is not None:  # as for integers in some of JAX's: see `_in_the_open`
+        return []
     jvp, results_move = rule
     calls, jvp = _without_call(jvp, e)
     tangents = [_of_layout(v.aval, v.layout) for v in compress(vs[n:], moving)]
@@ -138,20 +138,6 @@ def _moving(e: core.JaxprEqn, vs: list[Value]) -> list[bool]:
     """True for each argument of a `jax.custom_jvp` of which the rule gets a tangent."""
     its, asks = vs[e.params["num_consts"] :], e.params["symbolic_zeros"]
     return [jaxprs.is_inexact(v.aval) and (v.smooth or not asks) for v in its]
-
-
-def _underived(
-    w: Writer, function: nested.Inner, vs: list[Value], error: Exception
-) -> list[Result]:
-    """The results of a function whose rule fails, as for integers in some of JAX's."""
-    call = jax.custom_jvp(lambda index, *xs: tuple(function(index, xs)))
-
-    @call.defjvp
-    def _(primals: Any, dots: Any) -> Any:
-        raise error
-
-    out = call(nested.index_for(w, function), *(v.x for v in vs))
-    return list(zip(out, function.layouts, strict=True))
 
 
 def _rule_of(e: core.JaxprEqn, moving: list[bool]) -> tuple[jaxprs.Program, list[bool]]:
