@@ -268,7 +268,7 @@ class _Sum(NamedTuple):
 
     result: Any
     operand: Any
-    of: core.JaxprEqn | None
+    of: Any
 
 
 class _Phase(NamedTuple):
@@ -483,7 +483,7 @@ class _Local:
         if self.w.axis.is_checked:
             return x[0]
         if kind == "all_gather":
-            return _gathered(its.of, x)
+            return gathered(x, its.of.params)
         return x.max(0) if kind == "pmax" else x.min(0)
 
 
@@ -498,8 +498,9 @@ def _kind(x: _Sum) -> str:
     return "psum" if x.of is None else held.meeting_of(x.of) or x.of.primitive.name
 
 
-def _gathered(e: Any, stack: Any) -> Any:
-    dim, tiled = e.params["all_gather_dimension"], e.params["tiled"]
+def gathered(stack: jax.Array, params: dict[str, Any]) -> jax.Array:
+    """The result of an `all_gather` with these parameters, from the stack of parts."""
+    dim, tiled = params["all_gather_dimension"], params["tiled"]
     out = jnp.moveaxis(stack, 0, dim)
     shape = out.shape
     return out.reshape(*shape[:dim], -1, *shape[dim + 2 :]) if tiled else out
