@@ -502,6 +502,10 @@ def split(h):
     return jax.random.split(jax.random.key(1), len(h))
 
 
+def pairs(keys):
+    return jax.vmap(jax.random.split)(keys)
+
+
 def bits_of(keys):
     return jax.vmap(jax.random.bits)(keys)[:, None]
 
@@ -519,7 +523,7 @@ CUT = {  # by the primitive whose rows are computed from those of its operands
     ),
     "random_bits": "h * jax.random.bits(jax.random.key(1), h.shape)",
     "jit": "h * jax.random.normal(jax.random.key(1), h.shape, h.dtype)",
-    "random_split": "h * bits_of(split(h))",
+    "random_split": "h[:, :2] * jax.vmap(bits_of)(pairs(keys(counts(h))))[..., 0]",
     "random_fold_in": "h * bits_of(folded(split(h), counts(h)))",
 }
 
