@@ -176,7 +176,7 @@ def recut_bits(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
 
 
 def _of_each_key(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
-    """What is drawn, or split off, of each key by itself; None of what one key has."""
+    """The draw of each key by itself, or keys split off it; None if one has all."""
     [v] = vs
     is_own = rows.dim < len(v.shape) and primitives.is_threefry(v.aval)
     return w.run(e, [w.part(v, rows)]) if is_own else None
