@@ -188,10 +188,9 @@ FAULTS = """
 * an extremum that no row attains where it rounds otherwise
 - return (x == extremum) | (first & (extremum == extremum))
 + return x == extremum
-@ _partition/custom.py: test_law_rules
-* a backward rule is taken for linear
-+ def _is_linear(...): return True
 @ _partition/attached.py: test_law_rules
+* a backward rule is taken for linear
++ def is_linear(...): return True
 * each micro-batch adds what all of them have
 + def _of_first(...): return given[1]
 * a cotangent that is zero is an array
@@ -481,7 +480,7 @@ FAULTS = """
 - return _as_it_raises(w, e, vs, error)
 + raise error
 * a rule that fails by itself is a fault of the library
-- return _underived(w, function, vs, error)
+- return []
 + raise error
 @ _window/stages.py: test_law_told test_dependencies
 * what runs and what is shown lack the way back of what is shared

@@ -249,12 +249,6 @@ def check_not_reduced(call: Call, loss: Any) -> None:
         )
 
 
-def constrained_to(equation: core.JaxprEqn) -> Any:
-    """The sharding that a constraint asks for; None for other equations."""
-    is_constraint = equation.primitive.name == primitives.CONSTRAINT
-    return equation.params.get("sharding") if is_constraint else None
-
-
 # == Sharding constraints ==============================================================
 # Sharding constraints where some axes of their mesh are bound.
 #
@@ -269,21 +263,16 @@ def constraints_without(jaxpr: core.Jaxpr, axes: meshes.Axes) -> core.Jaxpr:
         return jaxpr
 
     def change(equation: core.JaxprEqn) -> list[core.JaxprEqn]:
-        place = constrained_to(equation)
-        if isinstance(place, NamedSharding):
-            equation = _without(equation, place, axes)
+        place = equation.params.get("sharding")
+        is_constraint = equation.primitive.name == primitives.CONSTRAINT
+        if is_constraint and isinstance(place, NamedSharding):
+            mesh = jax.sharding.get_abstract_mesh()
+            entries = [meshes.entry_without(entry, axes) for entry in place.spec]
+            sharding = NamedSharding(mesh, PartitionSpec(*entries))
+            [x], [out] = equation.invars, equation.outvars
+            equation = constraint_on(x, out, sharding, equation)
         return [
             jaxprs.with_inner(equation, lambda inner: constraints_without(inner, axes))
         ]
 
     return jaxprs.changed(jaxpr, change)
-
-
-def _without(
-    equation: core.JaxprEqn, place: NamedSharding, axes: meshes.Axes
-) -> core.JaxprEqn:
-    mesh = jax.sharding.get_abstract_mesh()
-    spec = PartitionSpec(*(meshes.entry_without(entry, axes) for entry in place.spec))
-    sharding = NamedSharding(mesh, spec)
-    [out] = equation.outvars
-    return constraint_on(equation.invars[0], out, sharding, equation)

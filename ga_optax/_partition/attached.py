@@ -8,7 +8,7 @@ First the derivative that JAX makes of a function, as a program; then the stages
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -150,11 +150,9 @@ def zero_tangent(x: Any) -> Any:
 # number of all rows, is put together on the way back, too, and needs no level on the
 # way there.
 
-Linear = Callable[[jaxprs.Program, int], bool]
-
 
 def attached(
-    w: Writer, e: core.JaxprEqn, vs: list[Value], rule: Derived, linear: Linear
+    w: Writer, e: core.JaxprEqn, vs: list[Value], rule: Derived
 ) -> list[Result]:
     """The results of an equation with a custom derivative rule.
 
@@ -163,14 +161,13 @@ def attached(
       e: the equation.
       vs: the operands, none of which is partial.
       rule: what `rule_of` returns of them.
-      linear: True for a program that is linear in a number of the last arguments.
 
     Raises:
       RowsMeet: if rows meet where they cannot.
     """
     if rule.program.jaxpr.effects:
         raise RowsMeet  # what prints does so once, with all rows
-    local = _partitioned(w, rule, vs, linear)
+    local = _partitioned(w, rule, vs)
     out = iter(local.attached([vs[i] for i in rule.moving]))
     return [
         next(out) if jaxprs.num_readers(w.jaxpr, y) else (_zeros(x), WHOLE)
@@ -181,18 +178,34 @@ def attached(
 # -- What a micro-batch computes -------------------------------------------------------
 
 
-def _partitioned(
-    w: Writer, rule: Derived, vs: Sequence[Value], linear: Linear
-) -> "_Local":
+def is_linear(w: Writer, program: jaxprs.Program, number: int) -> bool:
+    """True if a program is known to be linear in a number of the last arguments."""
+    types = [x.aval for x in program.jaxpr.invars]
+
+    def is_partial() -> bool:
+        layouts = [WHOLE] * (len(types) - number) + [PARTIAL] * number
+        pairs = zip(types, layouts, strict=True)
+        args = [Value(None, x, layout, 0, True, True) for x, layout in pairs]
+        here = w.within(in_rule=True, forbids_shares=True, forbids_collectives=True)
+        try:
+            nested.inner(here, program, args, [PARTIAL] * len(program.jaxpr.outvars))
+        except RowsMeet:
+            return False
+        return True
+
+    return w.once(("linear", number, nested.key_of(w, program)), is_partial)
+
+
+def _partitioned(w: Writer, rule: Derived, vs: Sequence[Value]) -> "_Local":
     """The program of a micro-batch, and where it is cut."""
-    is_linear = linear(rule.backward, len(rule.given))
+    adds_up = is_linear(w, rule.backward, len(rule.given))
     inside = w.within(in_rule=True)
     operands = [dataclasses.replace(v, level=0, smooth=False) for v in vs]
     layouts = _of_results(inside, rule, operands)
-    if not is_linear:
+    if not adds_up:
         layouts = [WHOLE if x == PARTIAL else x for x in layouts]
     # Without collectives, cotangents of whole results stay in parts.
-    in_parts = is_linear and w.scope.forbids_collectives
+    in_parts = adds_up and w.scope.forbids_collectives
     of_cts = [_dual(layouts[i], in_parts) for i in rule.given]
     args = [*operands, *_with(rule.cotangents, of_cts)]
 
@@ -229,7 +242,7 @@ def _partitioned(
             )
         ),
         frozenset(compress(ours, [True, *differ])),
-        not is_linear,
+        not adds_up,
     )
 
 
@@ -268,7 +281,7 @@ class _Sum(NamedTuple):
 
     result: Any
     operand: Any
-    of: core.JaxprEqn | None
+    of: Any
 
 
 class _Phase(NamedTuple):
@@ -483,7 +496,7 @@ class _Local:
         if self.w.axis.is_checked:
             return x[0]
         if kind == "all_gather":
-            return _gathered(its.of, x)
+            return gathered(x, its.of.params)
         return x.max(0) if kind == "pmax" else x.min(0)
 
 
@@ -498,8 +511,9 @@ def _kind(x: _Sum) -> str:
     return "psum" if x.of is None else held.meeting_of(x.of) or x.of.primitive.name
 
 
-def _gathered(e: Any, stack: Any) -> Any:
-    dim, tiled = e.params["all_gather_dimension"], e.params["tiled"]
+def gathered(stack: jax.Array, params: dict[str, Any]) -> jax.Array:
+    """The result of an `all_gather` with these parameters, from the stack of parts."""
+    dim, tiled = params["all_gather_dimension"], params["tiled"]
     out = jnp.moveaxis(stack, 0, dim)
     shape = out.shape
     return out.reshape(*shape[:dim], -1, *shape[dim + 2 :]) if tiled else out

@@ -155,38 +155,9 @@ def best_with_created(
 
 def recut_bits(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
     """The rows of random bits; None where that is not known."""
-    [v], width = vs, e.params["bit_width"]
+    [v], shape, width = vs, e.params["shape"], e.params["bit_width"]
     if v.shape:
-        return _of_each_key(w, e, v, rows)
-    if (drawn := _drawn(w, v, e.params["shape"], rows)) is None:
-        return None
-    high, low = drawn
-    dtype = held.types_of(e)[0].dtype
-    if width == 64:
-        high = jax.lax.shift_left(high.astype(dtype), jnp.full_like(high, 32, dtype))
-        return high | low.astype(dtype)
-    return (high ^ low).astype(dtype)
-
-
-def recut_split(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
-    """The rows of keys that are split off a key: as bits, two words for each."""
-    [v] = vs
-    if v.shape:
-        return _of_each_key(w, e, v, rows)
-    drawn = _drawn(w, v, e.params["shape"], rows)
-    if drawn is None:
-        return None
-    return jax.random.wrap_key_data(jnp.stack(drawn, -1), impl="threefry2x32")
-
-
-def _of_each_key(w: Writer, e: core.JaxprEqn, v: Value, rows: Rows) -> Any:
-    """The draw of each key by itself."""
-    is_own = rows.dim < len(v.shape) and primitives.is_threefry(v.aval)
-    return w.run(e, [w.part(v, rows)]) if is_own else None
-
-
-def _drawn(w: Writer, v: Value, shape: tuple[int, ...], rows: Rows) -> Any:
-    """A pair of words for each number of the rows of a shape, from one key."""
+        return _of_each_key(w, e, vs, rows)
     partitionable = getattr(jax.config, "jax_threefry_partitionable", False)
     if not v.is_whole or not (partitionable and primitives.is_threefry(v.aval)):
         return None
@@ -196,7 +167,19 @@ def _drawn(w: Writer, v: Value, shape: tuple[int, ...], rows: Rows) -> Any:
     count = w.once(key, lambda: _count(w, shape, rows))
     k1, k2 = jax.random.key_data(v.x)
     zeros = jax.lax.bitwise_xor(count, count)  # batched as it is, under jax.vmap
-    return threefry2x32_p.bind(k1, k2, zeros, count)
+    high, low = threefry2x32_p.bind(k1, k2, zeros, count)
+    dtype = held.types_of(e)[0].dtype
+    if width == 64:
+        high = jax.lax.shift_left(high.astype(dtype), jnp.full_like(high, 32, dtype))
+        return high | low.astype(dtype)
+    return (high ^ low).astype(dtype)
+
+
+def _of_each_key(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
+    """The draw of each key by itself, or keys split off it; None if one has all."""
+    [v] = vs
+    is_own = rows.dim < len(v.shape) and primitives.is_threefry(v.aval)
+    return w.run(e, [w.part(v, rows)]) if is_own else None
 
 
 def _count(w: Writer, shape: tuple[int, ...], rows: Rows) -> jax.Array:
@@ -299,7 +282,7 @@ _OPEN: dict[str, Any] = {
     "iota": _iota,
     "reshape": moves.reshape_wanted,
     "random_bits": recut_bits,
-    "random_split": recut_split,
+    "random_split": _of_each_key,  # few numbers for each row: cut if of one key
     **{name: _jitted for name, row in TABLE.items() if row.kind == "call"},
 }
 

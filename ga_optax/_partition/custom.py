@@ -7,7 +7,6 @@ with the tangents in the layouts of the primals. Where rows meet in it, and of a
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from itertools import compress
 from typing import Any
@@ -18,8 +17,8 @@ from jax.extend import core
 from .._passes import effects, jaxprs
 from .._passes.places import looked_at
 from . import nested
-from .attached import attached, derived, rule_of, stopped, zero_tangent
-from .held import PARTIAL, WHOLE, Layout, Result, Results, RowsMeet, Value, types_of
+from .attached import attached, derived, is_linear, rule_of, stopped, zero_tangent
+from .held import Layout, Result, Results, Value, types_of
 from .writer import Writer
 
 
@@ -54,16 +53,16 @@ def _in_the_open(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
         vs = list(map(_without_derivative, vs))
     if not any(v.smooth and jaxprs.is_inexact(v.aval) for v in vs):
         return nested.inlined(w, jaxprs.inner(e)[0], vs)
-    apart, linear = w.within(forbids_collectives=True), functools.partial(_is_linear, w)
+    apart = w.within(forbids_collectives=True)
     rule, error = looked_at(rule_of, w, e, vs)
     if error is not None:
         return _as_it_raises(w, e, vs, error)
     with w.may_meet(last=False) as out:
-        out += attached(apart, e, vs, rule, linear)
+        out += attached(apart, e, vs, rule)
         w.level = apart.level
     if not out:
         with w.may_meet() as out:
-            out += attached(w, e, vs, rule, linear)
+            out += attached(w, e, vs, rule)
     return out
 
 
@@ -103,14 +102,15 @@ def _kept(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> list[Result]:
     function = nested.inner(w, jaxprs.inner(e)[0], vs)
     moving = _moving(e, vs)
     rule, error = looked_at(_rule_of, e, moving)
-    if error is not None:
-        return _underived(w, function, vs, error)
+    if error is not None:  # as for integers in some of JAX's: see `_in_the_open`
+        return []
     jvp, results_move = rule
     calls, jvp = _without_call(jvp, e)
     tangents = [_of_layout(v.aval, v.layout) for v in compress(vs[n:], moving)]
     results = map(_of_layout, types_of(e), function.layouts) if calls else ()
     wanted = [*function.layouts, *compress(function.layouts, results_move)]
-    rule = _in_rule(w, jvp, [*vs[n:], *tangents, *results], wanted)
+    args = [*vs[n:], *tangents, *results]
+    rule = nested.inner(w.within(in_rule=True), jvp, args, wanted)
 
     def make() -> Any:
         call = jax.custom_jvp(lambda index, *xs: tuple(function(index, xs)))
@@ -138,20 +138,6 @@ def _moving(e: core.JaxprEqn, vs: list[Value]) -> list[bool]:
     """True for each argument of a `jax.custom_jvp` of which the rule gets a tangent."""
     its, asks = vs[e.params["num_consts"] :], e.params["symbolic_zeros"]
     return [jaxprs.is_inexact(v.aval) and (v.smooth or not asks) for v in its]
-
-
-def _underived(
-    w: Writer, function: nested.Inner, vs: list[Value], error: Exception
-) -> list[Result]:
-    """The results of a function whose rule fails, as for integers in some of JAX's."""
-    call = jax.custom_jvp(lambda index, *xs: tuple(function(index, xs)))
-
-    @call.defjvp
-    def _(primals: Any, dots: Any) -> Any:
-        raise error
-
-    out = call(nested.index_for(w, function), *(v.x for v in vs))
-    return list(zip(out, function.layouts, strict=True))
 
 
 def _rule_of(e: core.JaxprEqn, moving: list[bool]) -> tuple[jaxprs.Program, list[bool]]:
@@ -204,35 +190,11 @@ def calls_rules(e: core.JaxprEqn) -> bool:
     return not names.isdisjoint(("custom_jvp_call", "custom_vjp_call"))
 
 
-def _in_rule(
-    w: Writer, program: jaxprs.Program, args: list[Value], wanted: list[Layout]
-) -> nested.Inner:
-    """The program of a rule. Functions with rules of their own run without them."""
-    return nested.inner(w.within(in_rule=True), program, args, wanted)
-
-
 def _of_layout(aval: Any, layout: Layout) -> Value:
     return Value(None, aval, layout, 0, True, True)
 
 
 # -- Backward rules --------------------------------------------------------------------
-
-
-def _is_linear(w: Writer, program: jaxprs.Program, number: int) -> bool:
-    """True if a program is known to be linear in a number of the last arguments."""
-    types = [x.aval for x in program.jaxpr.invars]
-
-    def is_linear() -> bool:
-        layouts = [WHOLE] * (len(types) - number) + [PARTIAL] * number
-        args = list(map(_of_layout, types, layouts))
-        here = w.within(forbids_shares=True, forbids_collectives=True)
-        try:
-            _in_rule(here, program, args, [PARTIAL] * len(program.jaxpr.outvars))
-        except RowsMeet:
-            return False
-        return True
-
-    return w.once(("linear", number, nested.key_of(w, program)), is_linear)
 
 
 def has_nonlinear_rule(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> bool:
@@ -255,7 +217,7 @@ def _is_nonlinear(w: Writer, e: core.JaxprEqn, moving: set[Any]) -> bool:
         if error is not None:
             return True  # nothing is known of it
         prints = bool(rule.program.jaxpr.effects)  # such as the cotangent
-        return prints or not _is_linear(w, rule.backward, len(rule.given))
+        return prints or not is_linear(w, rule.backward, len(rule.given))
     for p in filter(effects.has_rules, jaxprs.inner_programs(e)):
         here = w.at(jaxpr=p, given=jaxprs.moved_by(p, p.outvars))
         inside = effects.moving(p, effects.moving_inside(e, p, moving))

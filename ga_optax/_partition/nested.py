@@ -259,9 +259,9 @@ def _parts(rows: Rows, spec: Any, sizes: Any) -> int:
 
 def _on_device(layout: Layout, spec: Any, sizes: Any) -> Layout | None:
     """The layout of a device's part of an array; None if there is none."""
-    if not isinstance(layout, Rows) or (parts := _parts(layout, spec, sizes)) == 1:
+    if not isinstance(layout, Rows):
         return layout
-    segments, rest = divmod(layout.segments, parts)
+    segments, rest = divmod(layout.segments, _parts(layout, spec, sizes))
     return None if rest else layout._replace(segments=segments)
 
 
@@ -318,23 +318,18 @@ def _sides(w: Writer, v: Value, matrices: list[Value]) -> Value:
 
 
 def expanded(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
-    """One that has a program, and no derivative that could differ from its own."""
-    program = None if any(is_inexact(x.aval) for x in e.outvars) else _expanded(e)
-    return None if program is None else inlined(w, program, vs)
-
-
-def _expanded(equation: core.JaxprEqn) -> jaxprs.Program | None:
-    """The program of a primitive that is written in JAX; None for other primitives."""
-    primitive = equation.params.get("_prim")
-    if not hasattr(primitive, "expand") or not hasattr(primitive, "in_tree"):
+    """One that is written in JAX, with no derivative that could differ from its own."""
+    primitive: Any = e.params.get("_prim")
+    is_written = hasattr(primitive, "expand") and hasattr(primitive, "in_tree")
+    if not is_written or any(is_inexact(x.aval) for x in e.outvars):
         return None
-    avals: list[Any] = [x.aval for x in equation.invars]
-    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
 
     def plain(*leaves: Any) -> Any:
         return primitive.expand(*jax.tree.unflatten(primitive.in_tree, leaves))
 
-    return jaxprs.program_of(plain, *types)
+    avals: list[Any] = [x.aval for x in e.invars]
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals]
+    return inlined(w, jaxprs.program_of(plain, *types), vs)
 
 
 # == Loops =============================================================================
@@ -487,21 +482,18 @@ def _is_total(jaxpr: core.Jaxpr, x: Any, result: Any) -> bool:
     """True if a program only adds to an argument, which is that result then."""
     if not is_inexact(x.aval):
         return False
+    dtype = x.aval.dtype
     while x is not result:
-        if (use := jaxprs.only_use(jaxpr, x)) is None:
+        use = jaxprs.only_use(jaxpr, x)
+        if use is None or use[0].primitive.name not in _ADDS:
             return False
-        e, _ = use
-        # A cast is of a weak type, or from one.
-        adds = e.primitive.name in ("add", "add_any", "convert_element_type")
-        if not adds or not all(_is_alike(y, e.outvars[0]) for y in e.invars):
+        [x], [aval] = use[0].outvars, held.types_of(use[0])
+        if aval.dtype != dtype:
             return False
-        [x] = e.outvars
     return jaxprs.num_readers(jaxpr, result) == 1
 
 
-def _is_alike(x: Any, y: Any) -> bool:
-    """True if two variables have the same type, be it weak or not."""
-    return (x.aval.shape, x.aval.dtype) == (y.aval.shape, y.aval.dtype)
+_ADDS = ("add", "add_any", "convert_element_type")  # of a weak type, or from one
 
 
 # -- Loops with a condition ------------------------------------------------------------

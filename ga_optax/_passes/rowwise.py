@@ -2,12 +2,11 @@
 
     rowwise(f)(x)[i]  =  f(x[i : i + 1])[0]
 
-The promise is one equation, with derivatives. Then functions that close over values.
+The promise is one equation, with derivatives.
 """
 
 import functools
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -69,7 +68,7 @@ def rowwise(
 
     Args:
       fun: a function that JAX can trace, for any number of rows. It may close over
-        parameters.
+        parameters, but not over what a `jax.grad` in the loss differentiates.
       in_axes: where the rows of the positional arguments are, 0 by default: an int,
         None for what goes whole (parameters, and what is no array), or a prefix of the
         tuple of them, as in `jax.vmap`. Keywords go whole.
@@ -90,13 +89,15 @@ def rowwise(
             out = fun(*args, **kwargs)
             _axes("out_axes", out_axes, out, n)
             return out
-        leaves, structure = jax.tree.flatten(args)
-        given = [i for i, d in enumerate(axes) if d is not None]
-        fixed = [x if d is None else None for x, d in zip(leaves, axes, strict=True)]
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        axes += (None,) * (len(leaves) - len(axes))  # keywords go whole
+        is_traced = [isinstance(x, jax.core.Tracer) for x in leaves]
+        pairs = zip(axes, is_traced, strict=True)
+        given = [i for i, (d, traced) in enumerate(pairs) if traced or d is not None]
 
         def flat(*xs: Any) -> Any:
-            every = jaxprs.put(fixed, given, xs)
-            return fun(*jax.tree.unflatten(structure, every), **kwargs)
+            every, named = structure.unflatten(jaxprs.put(leaves, given, xs))
+            return fun(*every, **named)
 
         xs = [leaves[i] for i in given]
         function = _Function(flat, xs)
@@ -183,33 +184,35 @@ class _Function:
         self._promotion = config.jax_numpy_dtype_promotion
         closed, self.out = jax.make_jaxpr(fun, return_shape=True)(*xs)
         self.captured = [x for x in closed.consts if isinstance(x, jax.core.Tracer)]
-        self._programs = {tuple(map(jax.typeof, [*xs, *self.captured])): closed}
+        self._programs = {tuple(map(jax.typeof, xs)): closed}
 
     def __call__(self, *operands: Any) -> list[Any]:
         number = len(operands) - len(self.captured)
-
-        def captured(xs: Sequence[Any]) -> dict[int, Any]:
-            """The operands that stand for captured values, by the ids of these."""
-            return dict(zip(map(id, self.captured), xs[number:], strict=True))
-
-        def traced(*xs: Any) -> Any:
-            return closure_replaced(self._fun, captured(xs))(*xs[:number])
-
-        if (types := tuple(map(jax.typeof, operands))) not in self._programs:
+        xs, values = operands[:number], operands[number:]
+        if (types := tuple(map(jax.typeof, xs))) not in self._programs:
             with (
                 jax.enable_x64(self._x64),
                 jax.default_matmul_precision(self._precision),
                 jax.numpy_dtype_promotion(self._promotion),
             ):
-                self._programs[types] = jax.make_jaxpr(traced)(*operands)
-        closed, known = self._programs[types], captured(operands)
-        # A value in no closure, such as an attribute of an object, is a constant.
+                self._programs[types] = self._traced(xs)
+        closed = self._programs[types]
+        known = dict(zip(map(id, self.captured), values, strict=True))
         unknown = [x for x in closed.consts if id(x) not in known]
         if any(isinstance(x, jax.core.Tracer) for x in unknown):
             raise ValueError("it closes over other values than when it gets all rows")
         consts = [known.get(id(x), x) for x in closed.consts]
-        args = operands[: len(closed.in_avals)]
-        return jax.core.eval_jaxpr(closed.jaxpr, consts, *args)
+        return jax.core.eval_jaxpr(closed.jaxpr, consts, *xs)
+
+    def _traced(self, xs: Sequence[Any]) -> Any:
+        """The program, whose constants are the traced values; these may have ended."""
+        try:
+            return jax.make_jaxpr(self._fun)(*xs)
+        except jax.errors.UnexpectedTracerError as error:
+            raise ValueError(
+                "it closes over what a jax.grad in the loss differentiates, which must "
+                "be an argument"
+            ) from error
 
 
 # -- The primitive ---------------------------------------------------------------------
@@ -265,56 +268,3 @@ def _transposed(xs: Any, linear: Any, cts: Any, *, promise: Split, program: Any)
     zeros = [jnp.zeros_like(program.in_avals[i]) for i in linear]
     new = promise.of_some(back, [*range(n), *(n + i for i in cts)], linear)
     return bound(new, *jaxprs.put(xs, linear, zeros), *cts.values())
-
-
-# == Closures ==========================================================================
-# A function with other values in place of those that it closes over.
-#
-# A traced value ends with its trace. A function that closes over traced values can be
-# called later only with other values in their place.
-
-
-def closure_replaced(x: Any, known: Mapping[int, Any]) -> Any:
-    """A function, or a tree, with other values in place of those with `known` ids.
-
-    Values are replaced in closures, default values, partial functions and trees, and in
-    the functions inside. An object without any of the values stays the same object.
-    """
-    replacements = dict(known)
-
-    def replace(x: Any) -> Any:
-        if id(x) not in replacements:
-            replacements[id(x)] = x  # meanwhile: a function may close over itself
-            parts, join = _parts(x)
-            new = list(map(replace, parts))
-            if any(a is not b for a, b in zip(parts, new, strict=True)):
-                replacements[id(x)] = join(*new)
-        return replacements[id(x)]
-
-    return replace(x)
-
-
-def _parts(x: Any) -> tuple[list[Any], Callable[..., Any]]:
-    """The parts of a function or a tree, and a function that joins new parts."""
-    if isinstance(x, types.MethodType):
-        return [x.__func__, x.__self__], types.MethodType
-    if isinstance(x, functools.partial):
-        parts = [x.func, x.args, x.keywords]
-        return parts, lambda fun, args, named: functools.partial(fun, *args, **named)
-    if isinstance(x, types.FunctionType):
-        cells = [y for y in x.__closure__ or () if y != types.CellType()]
-        parts = [x.__defaults__, *(cell.cell_contents for cell in cells)]
-        return parts, lambda *others: _like(x, cells, *others)
-    leaves, structure = jax.tree.flatten(x)
-    is_leaf = len(leaves) == 1 and leaves[0] is x
-    return ([] if is_leaf else leaves), lambda *others: structure.unflatten(others)
-
-
-def _like(fun: Any, cells: list[Any], defaults: Any, *contents: Any) -> Any:
-    """A function with other values in some cells of its closure."""
-    known = dict(zip(map(id, cells), map(types.CellType, contents), strict=True))
-    closure = tuple(known.get(id(cell), cell) for cell in fun.__closure__ or ())
-    place = fun.__code__, fun.__globals__, fun.__name__
-    new = types.FunctionType(*place, defaults, closure)
-    new.__kwdefaults__ = fun.__kwdefaults__
-    return functools.update_wrapper(new, fun)

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core
 
+from .._partition.attached import gathered
 from .._partition.held import meeting_of
 from .._passes import jaxprs
 
@@ -38,14 +38,7 @@ def part_of(buffer: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _gathered(params: dict[str, Any]) -> Evaluate:
-    dim, tiled = params["all_gather_dimension"], params["tiled"]
-
-    def of(stack: jax.Array, index: jax.Array) -> jax.Array:
-        out = jnp.moveaxis(stack, 0, dim)
-        shape = out.shape
-        return out.reshape(*shape[:dim], -1, *shape[dim + 2 :]) if tiled else out
-
-    return of
+    return lambda stack, index: gathered(stack, params)
 
 
 # The kind of the buffer of each collective, and the view of its result.

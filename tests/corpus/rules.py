@@ -52,7 +52,7 @@ def derived(h, w):
     """The gradient of a promised function, inside of the function at hand."""
 
     def total(h, w):
-        return jnp.sum(rowwise(lambda h: jnp.tanh(h @ w))(h) ** 3)
+        return jnp.sum(rowwise(lambda h, w: jnp.tanh(h @ w), (0, None))(h, w) ** 3)
 
     return jax.grad(total, (0, 1))(h, w)
 
@@ -497,8 +497,8 @@ LINEAR = {name: of_sums(case) for name, case in OF_SUMS.items()} | {
 # -- What comes from no row ------------------------------------------------------------
 
 
-def split(h):
-    return jax.random.split(jax.random.key(1), len(h))
+def pairs(keys):
+    return jax.vmap(jax.random.split)(keys)
 
 
 def bits_of(keys):
@@ -518,8 +518,8 @@ CUT = {  # by the primitive whose rows are computed from those of its operands
     ),
     "random_bits": "h * jax.random.bits(jax.random.key(1), h.shape)",
     "jit": "h * jax.random.normal(jax.random.key(1), h.shape, h.dtype)",
-    "random_split": "h * bits_of(split(h))",
-    "random_fold_in": "h * bits_of(folded(split(h), counts(h)))",
+    "random_split": "h[:, :2] * jax.vmap(bits_of)(pairs(keys(counts(h))))[..., 0]",
+    "random_fold_in": "h * bits_of(folded(keys(counts(h)), counts(h)))",
 }
 
 

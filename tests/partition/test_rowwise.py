@@ -1,8 +1,8 @@
 """`ga.rowwise`: what the user says of rows."""
 
-import dataclasses
 import functools
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +80,7 @@ def mixed(x, scale, w):
 
 def gradient_inside(p, x, promise):
     def energy(x, w):
-        return jnp.sum(promise(lambda x: mixed(x, 1.0, w))(x) ** 2)
+        return jnp.sum(promise(lambda x, w: mixed(x, 1.0, w), (0, None))(x, w) ** 2)
 
     of_rows, of_all = jax.grad(energy, (0, 1))(x, p["experts"][0])
     return ends(of_rows) + 1e-4 * jnp.mean(of_all**2)
@@ -174,23 +174,10 @@ def test_it_takes_the_memory_of_micro_batches_by_themselves(name):
         assert (bool(found.whole), found.promised) == (True, [])
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Scale:
-    by: jax.Array
-
-    def rows(self, h):
-        return jnp.tanh(h * self.by[None])
-
-
-HOLDS = lambda x: x.rows, lambda x: functools.partial(Scale.rows, x)
-
-
-@pytest.mark.parametrize("of", HOLDS, ids=["method", "partial"])
-def test_what_a_method_or_a_partial_holds_is_closed_over_too(of):
+def test_what_an_object_holds_is_closed_over_too():
     def fun(w, x, promise=as_it_is):
-        step = of(Scale(2 * w))
-        return ends(promise(lambda h: step(h))(x))
+        held = types.SimpleNamespace(scale=2 * w)
+        return ends(promise(lambda h: jnp.tanh(h * held.scale))(x))
 
     args = normal(4), normal(8, 4)
     step = ga.value_and_grad(functools.partial(fun, promise=ga.rowwise), K)
@@ -324,6 +311,19 @@ def test_what_does_not_take_fewer_rows_is_computed_whole_and_said(why):
     with pytest.warns(UserWarning, match="any number of rows"):
         found = ga.batch_dependencies(loss, 8)(*FEW)
     assert ([x.name for x in found.whole], found.promised) == ([name], [])
+
+
+def test_what_a_gradient_in_the_loss_differentiates_must_be_an_argument():
+    def loss(w, x, promise=ga.rowwise):
+        def energy(w):
+            return jnp.sum(promise(lambda x: jnp.tanh(x @ w))(x) ** 2)
+
+        return jnp.mean(jax.grad(energy)(w) ** 2)
+
+    with pytest.warns(UserWarning, match="a jax.grad in the loss differentiates"):
+        got = jax.jit(ga.value_and_grad(loss, 8))(*FEW)
+    want = jax.value_and_grad(functools.partial(loss, promise=as_it_is))(*FEW)
+    assert off(got, want) < BOUND
 
 
 def test_batch_dependencies_lists_promises_and_ends_with_what_to_do(monkeypatch):
