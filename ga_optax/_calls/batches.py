@@ -11,7 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _checks
-from .._checks import divisors, is_raw_key, is_single, named_leaves, one_of, uneven
+from .._checks import (
+    brief,
+    divisors,
+    is_raw_key,
+    is_single,
+    named_leaves,
+    one_of,
+    uneven,
+)
 from .._devices import meshes
 from .._passes import jaxprs
 from .._passes.places import note_batch
@@ -205,7 +213,14 @@ def counted_rows(call: Call, hint: bool) -> tuple[int, str, str]:
     """
     leaves = _with_axes(call)
     if not leaves:
-        raise _no_rows(call)
+        places = call.roles["batch_argnums"]
+        came = " and ".join(f"{argument(i)} is {brief(call.at(i))}" for i in places)
+        raise ValueError(
+            f"batch_argnums must name arguments that hold arrays with rows, but {came}, "
+            f"and batch_axes is {call.options.batch_axes!r}. Pass the batch in that "
+            "argument, name another one in batch_argnums, or give the leaves with rows "
+            f"their axis.{call.question}"
+        )
     sizes: dict[Any, int] = {}
     for _, x, length in leaves:
         sizes[length] = sizes.get(length, 0) + (
@@ -224,29 +239,6 @@ def counted_rows(call: Call, hint: bool) -> tuple[int, str, str]:
         )
     other = f"; or, if that leaf has no rows, give {name} None in batch_axes"
     return rows, came, other if len(sizes) > 1 else ""
-
-
-def _no_rows(call: Call) -> ValueError:
-    """The error that no leaf of the batch has rows; the error names what came."""
-    came = []
-    todo = "Pass the batch in that argument, or name another one in batch_argnums"
-    for i in call.roles["batch_argnums"]:
-        tree, leaves = call.at(i), named_leaves(call.at(i))
-        if tree is None:
-            came.append(f"{argument(i)} is None")
-        elif not leaves:
-            came.append(f"{argument(i)} is a {type(tree).__name__} without leaves")
-        elif any(np.ndim(x) for _, x in leaves if is_array(x)):
-            came.append(f"batch_axes gives None to all leaves of {argument(i)}")
-            todo = "Give the leaves with rows their axis"
-        else:
-            [(name, x), *_] = leaves
-            kind = "is a scalar" if is_array(x) else f"is of type {type(x).__name__}"
-            came.append(f"{argument(i)} holds none with an axis: {name} {kind}")
-    return ValueError(
-        "batch_argnums must name arguments that hold arrays, but "
-        f"{' and '.join(came)}. {todo}.{call.question}"
-    )
 
 
 def _with_whole_keys(call: Call, rows: int) -> Call:

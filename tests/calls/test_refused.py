@@ -70,9 +70,9 @@ def of(*args, fun=untraced, k=2, **options):
 BOTH = """
 k=0 -> V must be at least 1 | it is 0 | 1 is the undivided batch
 k=True -> T must be an int | True of type bool | Pass an int that is known
-W, {} -> V must name arguments that hold | argument 1 is a dict without | Pass the
+W, {} -> V must name arguments that hold arrays with rows | argument 1 is {} | Pass
 W, None -> V must name arguments that hold arrays | argument 1 is None | Pass the batch
-W, X, batch_axes=None -> V hold arrays | None to all leaves of argument 1 | their axis
+W, X, batch_axes=None -> V hold arrays with rows | batch_axes is None | their axis
 W, {"x": X, "id": WORDS}
   -> T must hold arrays | argument 1 has a list of 8 strings | such as token ids
 W, [1.0] * 8 -> T a list of 8 numbers | Pass jnp.asarray of it
@@ -205,8 +205,8 @@ np.complex64(W), X, fun=lambda w, x: loss(w.real, x), holomorphic=True
   -> T The loss must be complex | dtype float32 | leave holomorphic out
 {"f": jnp.tanh}, X, allow_int=True -> T must be an array or a number | PjitFunction
 allow_int=1 -> T allow_int must be a bool | it is 1 | hold integers
-W, "abc" -> V hold arrays | none with an axis: the | is of type str | Pass the batch
-W, {"t": W} -> V hold | none with an axis: leaf ['t'] is a scalar | Pass the batch
+W, "abc" -> V hold arrays with rows | argument 1 is 'abc' | Pass the batch
+W, {"t": W} -> V hold arrays with rows | is {'t': np.float32(2.0)} | Pass the batch
 W, {"table": np.ones(11), "x": X}, fun=lambda w, b: jnp.std(w * b["table"])
   -> V num_microbatches=2 must divide | if rows meet, but leaf ['table'] has shape (11,)
   | rows meet at | Use 1 or 11; or, | leaf ['table'] None in | drop the last row, or
@@ -317,18 +317,17 @@ def mapped(make, sync="last", **where):
 
 VERIFY = """
 verify(params={"x": X, "y": X}, batch={"w": np.ones(3), "b": np.ones(5)})
-  -> V batch has leaves of lengths 3 and 5, params has 8 in all: is that the batch?
-  | Then swap them. verify asks
+  -> V argument 1 has leaves of lengths 3 and 5, argument 0 has 8 in all: is that the
+  | batch? Then swap the arguments | verify asks
 verify(k=3) -> V must divide the batch axis | one size | use 1, 2, 4 or 8. | any number
 verify(params={}) -> V params must | this dict has no array
-verify(params={"n": jnp.arange(3)}) -> T leaf ['n'] of params
-verify(batch=()) -> V batch must hold at least one array
-verify(batch=jax.eval_shape(lambda: X)) -> T batch must hold numbers | is a type, | Pass
-verify(batch={"x": 1.0}) -> V ['x'] is a scalar. | Pass the batch
+verify(params={"n": jnp.arange(3)}) -> T leaf ['n'] of argument 0
+verify(batch=()) -> V must name arguments that hold arrays with rows | is ()
+verify(batch=jax.eval_shape(lambda: X)) -> T argument 1 must hold numbers | is a type, | Pass
+verify(batch={"x": 1.0}) -> V is {'x': 1.0} | Pass the batch
 verify(batch_axes="0") -> T batch_axes must be an int, None, or a tree
 verify(batch_axes={"a": 0}) -> V batch_axes must be a prefix of the batch
 verify(weight_fn=3) -> T weight_fn must be a function
-verify(rng=()) -> V rng must hold at least one array
 verify(rng=jnp.ones(3)) -> V PRNG key
 verify(3) -> T fun must be a function
 verify(lambda w, x: x * w) -> V must be a scalar
