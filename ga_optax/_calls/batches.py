@@ -216,10 +216,10 @@ def counted_rows(call: Call, hint: bool) -> tuple[int, str, str]:
         places = call.roles["batch_argnums"]
         came = " and ".join(f"{argument(i)} is {brief(call.at(i))}" for i in places)
         raise ValueError(
-            f"batch_argnums must name arguments that hold arrays with rows, but {came}, "
-            f"and batch_axes is {call.options.batch_axes!r}. Pass the batch in that "
-            "argument, name another one in batch_argnums, or give the leaves with rows "
-            f"their axis.{call.question}"
+            "batch_argnums must name arguments that hold arrays with rows, but "
+            f"{came}, and batch_axes is {call.options.batch_axes!r}. Pass the batch in "
+            "that argument, name another one in batch_argnums, or give the leaves with "
+            f"rows their axis.{call.question}"
         )
     sizes: dict[Any, int] = {}
     for _, x, length in leaves:

@@ -468,18 +468,18 @@ def taken_apart(
     With `any_aux` its leaves may be anything, for they come back as they are.
     """
     carries, has_aux = options.carries, options.has_aux
-    form, loss, carry, aux = "the loss", out, (), ()
+    loss, carry, aux = out, (), ()
+    form = _FORMS[carries, has_aux]
     if carries and has_aux:
-        form = "(loss, (carry, aux)) with carry_argnums and has_aux=True"
         loss, rest = _pair(out, form)
         carry, aux = _pair(rest, form)
     elif carries:
-        form = "(loss, carry) with carry_argnums"
         loss, carry = _pair(out, form)
     elif has_aux:
-        form = "(loss, aux) with has_aux=True"
         loss, aux = _pair(out, form)
-    check_values("The leaves of aux", aux, any_aux)
+    if not any_aux:
+        todo = "Leave it out, or return a number in its place."
+        _checks.check_arrays("the aux that fun returns", aux, todo)
     check_number(loss, form)
     shape, dtype = jnp.shape(loss), jnp.result_type(loss)
     if shape != ():
@@ -493,73 +493,39 @@ def taken_apart(
             f"{dtype}. Return a complex loss, or leave holomorphic out."
         )
     if not (options.holomorphic or jnp.issubdtype(dtype, jnp.floating)):
-        todo = "Cast it to float32."
-        if is_complex:
-            todo = (
-                "Return its real part, or pass holomorphic=True, which "
-                "ga_optax.value_and_grad has."
-            )
         raise TypeError(
-            f"The loss must be real and floating, but it has dtype {dtype}. {todo}"
+            f"The loss must be real and floating, but it has dtype {dtype}. Cast it to "
+            "float32, or return its real part, or pass holomorphic=True, which "
+            "ga_optax.value_and_grad has."
         )
     return loss, (carry,) if isinstance(options.carry_argnums, int) else carry, aux
 
 
+# What `fun` returns, by whether there are a carry and an aux.
+_FORMS = {
+    (False, False): "the loss",
+    (False, True): "(loss, aux) with has_aux=True",
+    (True, False): "(loss, carry) with carry_argnums",
+    (True, True): "(loss, (carry, aux)) with carry_argnums and has_aux=True",
+}
+
+
 def check_number(loss: Any, form: str = "the loss") -> None:
     """Raises unless a loss, returned in this form, is an array or a number."""
-    if isinstance(loss, (jax.Array, np.ndarray, np.generic, int, float, complex)):
-        return
-    todo = "Return a number there."
-    if loss is None:
-        todo = "Is a return missing?"
-    elif form == "the loss" and isinstance(loss, (tuple, list)):
-        todo = "Pass has_aux=True if it returns (loss, aux), or return the loss alone."
-    raise TypeError(f"fun must return {form}, but its loss is {_kind(loss)}. {todo}")
-
-
-def check_values(what: str, tree: Any, any_leaf: bool = False) -> None:
-    """Raises unless each leaf is a value that has a type in JAX.
-
-    With `any_leaf` a leaf may be anything but a `jax.ShapeDtypeStruct`.
-    """
-    for name, leaf in _checks.named_leaves(tree):
-        is_type = isinstance(leaf, jax.ShapeDtypeStruct)
-        if is_type or not (any_leaf or _has_type(leaf)):
-            raise TypeError(
-                f"{what} must be arrays or numbers, but {name} is {leaf!r}. Leave it "
-                "out, or return a number in its place."
-            )
-
-
-def _has_type(leaf: Any) -> bool:
-    try:
-        jax.typeof(leaf)
-    except TypeError:
-        return False
-    return True
+    if not isinstance(loss, (jax.Array, np.ndarray, np.generic, int, float, complex)):
+        raise TypeError(
+            f"fun must return {form}, but its loss is {_checks.brief(loss)}. Return a "
+            "number there. Pass has_aux=True if fun returns (loss, aux)."
+        )
 
 
 def _pair(out: Any, form: str) -> tuple[Any, Any]:
     if isinstance(out, (tuple, list)) and len(out) == 2:
         return out[0], out[1]
-    options = form.partition(" with ")[2]
-    todo = (
-        "Is a return missing?"
-        if out is None
-        else f"Return such a pair, or leave out {options}."
+    raise TypeError(
+        f"fun must return {form}, but it returned {_checks.brief(out)}. Return such a "
+        "pair, or leave out the option."
     )
-    raise TypeError(f"fun must return {form}, but it returned {_kind(out)}. {todo}")
-
-
-def _kind(out: Any) -> str:
-    """A result of `fun`, in words."""
-    if out is None:
-        return "None"
-    if isinstance(out, (jax.Array, np.ndarray)):
-        return f"an array of shape {np.shape(out)}"
-    if isinstance(out, (tuple, list)):
-        return f"a {type(out).__name__} of {len(out)}"
-    return f"an object of type {type(out).__name__}"
 
 
 def check_carry(old: Any, new: Any) -> None:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from .. import accumulator
+from .._checks import check_arrays
 from .._devices import collectives, meshes
 from .._devices.record import Devices
 from .._loop import loop
@@ -30,7 +31,7 @@ from .._window.levels import Evaluation, MeetingLoss
 from .._window.report import log_report
 from .._window.run import is_small, plan_window, run_window
 from . import regions, rows, undivided
-from .call import Call, call_of, check_values
+from .call import Call, call_of
 from .regions import REPLICATED, ManualAxisError
 from .undivided import AllRows, Pair
 
@@ -470,7 +471,8 @@ def of_call(call: Call, remat: bool | None, size: int | None = None) -> Any:
 
     def of_args(*args: Any, **kwargs: Any) -> Any:
         out = fun(*args, **kwargs)
-        check_values("What fun returns", out)
+        todo = "Leave it out, or return a number in its place."
+        check_arrays("what fun returns", out, todo)
         return out
 
     def flat(*xs: Any) -> Any:

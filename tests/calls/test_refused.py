@@ -106,15 +106,15 @@ W, X, fun=lambda w, x: x -> V be a scalar | shape | Return its mean
 W, X, fun=lambda w, x: jnp.int32(1) -> T The loss must be real | dtype int32 | Cast it
 W, X, fun=lambda w, x: jax.lax.complex(loss(w, x), w)
   -> T The loss must be real | dtype complex64 | real part, or pass holomorphic
-W, X, fun=returns(X) -> T fun must return the loss | a tuple of 2 | Pass has_aux=True if
-W, X, fun=lambda w, x: None -> T must return the loss | None. | Is a return mis
-W, X, fun=lambda w, x: {"loss": x} -> T the loss | of type dict | Return a
+W, X, fun=returns(X) -> T must return the loss | a number there. Pass has_aux=True
+W, X, fun=lambda w, x: None -> T must return the loss | its loss is None. | Return
+W, X, fun=lambda w, x: {"loss": x} -> T the loss | {'loss': | Return a
 W, X, fun=loss, has_aux=True
-  -> T return (loss, aux) with has_aux=True | an array of shape () | leave out
+  -> T return (loss, aux) with has_aux=True | float32[] | leave out
 W, X, fun=lambda w, x: (loss(w, x), 1, 2), has_aux=True
-  -> T with has_aux=True | but it returned a tuple of 3. | Return such
+  -> T with has_aux=True | but it returned ( | 1, 2). Return such
 W, X, fun=lambda w, x: None, has_aux=True
-  -> T with has_aux=True | it returned None. | Is a return missing?
+  -> T with has_aux=True | it returned None. | Return such
 """
 
 # Of `accumulate` alone: there what is split decides what comes out.
@@ -172,12 +172,12 @@ W, X, fun=returns({"a": 1}), has_aux=True, aux={"b": "mean"}
 W, X, fun=returns(KEYS), has_aux=True
   -> T aux="mean" must have numbers | ['a'] of the aux has dtype key | Use "last" or
 W, X, fun=returns({"kept": "text"}), has_aux=True
-  -> T must be arrays or numbers | ['kept'] is 'text' | Leave it out
+  -> T leaf ['kept'] of the aux | of type str | Leave it out
 W, X, X, fun=lambda w, x, c: loss(w, x), carry_argnums=2
-  -> T return (loss, carry) with carry_argnums | it returned | leave out carry
+  -> T return (loss, carry) with carry_argnums | it returned | leave out the
 W, X, W, fun=lambda w, x, c: (loss(w, x), c), carry_argnums=2, has_aux=True
   -> T fun must return (loss, (carry, aux)) with carry_argnums and has_aux=True
-  | it returned | leave out carry_argnums and
+  | it returned | leave out the option
 W, X, ZEROS, fun=returns({"a": jnp.zeros(3)}), carry_argnums=2
   -> V must keep the shape (2,) | shape (3,)
   | Return each carried argument with the tree
@@ -323,7 +323,7 @@ verify(k=3) -> V must divide the batch axis | one size | use 1, 2, 4 or 8. | any
 verify(params={}) -> V params must | this dict has no array
 verify(params={"n": jnp.arange(3)}) -> T leaf ['n'] of argument 0
 verify(batch=()) -> V must name arguments that hold arrays with rows | is ()
-verify(batch=jax.eval_shape(lambda: X)) -> T argument 1 must hold numbers | is a type, | Pass
+verify(batch=jax.eval_shape(lambda: X)) -> T argument 1 must hold numbers | is a type
 verify(batch={"x": 1.0}) -> V is {'x': 1.0} | Pass the batch
 verify(batch_axes="0") -> T batch_axes must be an int, None, or a tree
 verify(batch_axes={"a": 0}) -> V batch_axes must be a prefix of the batch
@@ -364,7 +364,7 @@ plan(memory_limit=None) -> V memory_limit must be given | "16GiB"
 WORDS_OF_OTHERS = """
 ga.verify(jnp.mean, 1.0, X, 2, rngs=2) -> T rngs was passed | Is it rng?
 ga.value_and_grad(jnp.mean, 2, rows=3) -> T rows was passed | Leave it out.
-ga.microbatch(lambda w, x: "text", 2)(W, X) -> T fun returns must be arrays | only leaf
+ga.microbatch(lambda w, x: "text", 2)(W, X) -> T what fun returns must be an array | str
 ga.microbatch(scaled, 4, batch_argnums=-3)(W, X) -> V names -3, and the call has 2
 ga.microbatch(scaled, 4, batch_argnums=2)(W, 3.0) -> V names 2, and the call has 2
 ga.config.update("optimise", False) -> A The option of ga_optax.config must be
