@@ -12,7 +12,7 @@ import itertools
 import math
 import numbers
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -249,12 +249,6 @@ def _of_lengths(lengths: Sequence[int]) -> str:
     return f"leaves of lengths {', '.join(some[:-1])} and {some[-1]}"
 
 
-def is_sequence(batch: Sequence[Any], number: int) -> bool:
-    """True if each leaf has one row, and so many numbers along axis 1."""
-    shapes = map(np.shape, batch)
-    return all(x[:1] == (1,) and (*x, 0, 0)[1] >= number for x in shapes)
-
-
 def check_num_microbatches(value: Any) -> int:
     """Returns the number of micro-batches as an int, or raises."""
     todo = "Pass an int that is known before tracing; 1 is the undivided batch."
@@ -304,29 +298,6 @@ def check_arrays(name: str, tree: Any, todo: str = "") -> None:
                 f"{leaf_of} must be an array or a number, but it is of type "
                 f"{type(x).__name__}{dtype}. {todo}"
             ) from None
-
-
-def check_no_lists(name: str, tree: Any, axes: Iterator[int | None]) -> None:
-    """Raises if a list of numbers or texts is to be split: each would be a leaf.
-
-    `axes` goes on after the leaves of the tree, with an axis or None for each.
-    """
-
-    def is_list(x: Any) -> bool:
-        some = isinstance(x, list) and len(x) > 1
-        return some and jax.tree_util.all_leaves(x) and not any(map(np.ndim, x))
-
-    for x in jax.tree.leaves(tree, is_leaf=is_list):
-        inside = [*itertools.islice(axes, len(x) if is_list(x) else 1)]
-        if all(axis is None for axis in inside) or not is_list(x):
-            continue
-        texts = any(isinstance(leaf, str) for leaf in x)
-        todo = "Pass numbers for them, such as token ids, or None in batch_axes"
-        raise TypeError(
-            f"The batch must hold arrays, but {name} has a list of {len(x)} "
-            f"{'strings' if texts else 'numbers'} in it, and each of them would be a "
-            f"leaf. {todo if texts else 'Pass jnp.asarray of it'}."
-        )
 
 
 def check_no_types(name: str, tree: Any) -> None:

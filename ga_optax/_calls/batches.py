@@ -93,9 +93,6 @@ def axes_of(call: Call, hint: bool) -> list[int | None]:
         ) from None
     named = named_batch(call)
     leaf_axes = jax.tree.structure(batch).flatten_up_to(of_leaves)
-    of_leaves = iter(leaf_axes)
-    for place in call.roles["batch_argnums"]:
-        _checks.check_no_lists(argument(place), call.at(place), of_leaves)
     for i, ((name, x), axis) in enumerate(zip(named, leaf_axes, strict=True)):
         if axis is None:
             continue
@@ -150,8 +147,11 @@ def checked_split(call: Call, hint: bool) -> Call:
         options = options._replace(num_microbatches=number, microbatch_size=None)
         call = call._replace(options=options)
     if may_rest and options.num_microbatches > rows:
-        most = rows, f"the number of rows, but {came}", todo
-        _quotient(call, "num_microbatches", options.num_microbatches, most, False)
+        use = _checks.or_else(call.question, "Use")
+        raise ValueError(
+            f"num_microbatches={options.num_microbatches} must be at most the number "
+            f"of rows, but {came}.{use} {rows} or fewer{todo}. {_OF_ONE}"
+        )
     if may_rest and options.num_microbatches < rows:
         call = call.in_pieces(rows, options.num_microbatches)
     k = call.options.num_microbatches
@@ -172,29 +172,23 @@ def checked_split(call: Call, hint: bool) -> Call:
     return call
 
 
-def _quotient(
-    call: Call,
-    option: str,
-    number: int,
-    rows: tuple[int, str, str],
-    divides: bool = True,
-) -> int:
-    """The number of rows over `number`; raises if `number` does not divide it.
+_OF_ONE = (
+    "One example, or one sequence, has no rows: give each leaf a batch axis, or name "
+    "another one in batch_axes."
+)
 
-    If it need not divide it, the error is that it is larger.
-    """
+
+def _quotient(call: Call, option: str, number: int, rows: tuple[int, str, str]) -> int:
+    """The number of rows over `number`; raises if `number` does not divide it."""
     part, what, todo = rows
     if part % number:
         nearest = sorted(divisors(part), key=lambda d: abs(d - number))[:8]
-        use = one_of(sorted(nearest)) if divides else f"{part} or fewer"
-        if number > part and _checks.is_sequence(call.batch, number):
-            todo += ". Is it one sequence? Its tokens lie along axis 1: batch_axes=1"
-        use = f"{_checks.or_else(call.question, 'Use')} {use}{todo}."
-        use += f" {uneven(part, number)}" * divides
-        if number > part and not call.question:
-            use += " One example alone has no rows: give each leaf a batch axis."
-        must = "divide" if divides else "be at most"
-        raise ValueError(f"{option}={number} must {must} {what}.{use}")
+        use = _checks.or_else(call.question, "Use")
+        more = f" {_OF_ONE}" if number > part and not call.question else ""
+        raise ValueError(
+            f"{option}={number} must divide {what}.{use} {one_of(sorted(nearest))}"
+            f"{todo}. {uneven(part, number)}{more}"
+        )
     return part // number
 
 

@@ -73,9 +73,6 @@ k=True -> T must be an int | True of type bool | Pass an int that is known
 W, {} -> V must name arguments that hold arrays with rows | argument 1 is {} | Pass
 W, None -> V must name arguments that hold arrays | argument 1 is None | Pass the batch
 W, X, batch_axes=None -> V hold arrays with rows | batch_axes is None | their axis
-W, {"x": X, "id": WORDS}
-  -> T must hold arrays | argument 1 has a list of 8 strings | such as token ids
-W, [1.0] * 8 -> T a list of 8 numbers | Pass jnp.asarray of it
 jax.eval_shape(lambda: W), X -> T argument 0 must | the only leaf is a | Pass arrays
 W, {"x": X, "y": jax.eval_shape(lambda: X)} -> T argument 1 | leaf ['y'] | Pass arrays
 W, X[:0] -> V at least one example | shape (0,) | Skip the call
@@ -101,7 +98,7 @@ W, {"b": X}, batch_axes={"a": 0} -> V must be a prefix of the | 'a' | Pass an in
   -> V But argument 1 has leaves of length 3, argument 0 has 8 in all: is
   | that the batch? Then swap the arguments, or name that one in batch_argnums.
 W, {"x": X[:3], "y": X[:3]}, k=4 -> V =4 must | leaf ['x'] has shape (3,)
-  | . One example alone has no rows: give each leaf a batch axis.
+  | . One example, or one sequence, has no rows: give each leaf a batch axis
 W, X, fun=lambda w, x: x -> V be a scalar | shape | Return its mean
 W, X, fun=lambda w, x: jnp.int32(1) -> T The loss must be real | dtype int32 | Cast it
 W, X, fun=lambda w, x: jax.lax.complex(loss(w, x), w)
@@ -128,6 +125,8 @@ W, IMAGES, k=4
   -> V num_microbatches=4 must | leaf ['image'] has shape | Use 1, 2, 5 or 10. Or drop
   | the last 2 rows, or add 2 rows that a mask leaves out
 W, {"a": X, "id": "a"} -> T leaf ['id'] must be an | of type str | None in batch_axes
+W, {"x": X, "id": WORDS} -> T leaf ['id'][0] must be an | str | None in batch_axes
+W, [1.0] * 8 -> V must have a batch axis | [0] is a scalar | None in batch_axes
 W, CLASSES -> V All leaves of the batch must have one length
   | say in batch_axes | But each leaf has an axis of 16: are these the rows?
   | Pass batch_axes={'x': 0, 'y': 1}.
@@ -206,6 +205,7 @@ np.complex64(W), X, fun=lambda w, x: loss(w.real, x), holomorphic=True
 {"f": jnp.tanh}, X, allow_int=True -> T must be an array or a number | PjitFunction
 allow_int=1 -> T allow_int must be a bool | it is 1 | hold integers
 W, "abc" -> V hold arrays with rows | argument 1 is 'abc' | Pass the batch
+W, [1.0] * 8 -> V hold arrays with rows | argument 1 is [1.0, | Pass the batch
 W, {"t": W} -> V hold arrays with rows | is {'t': np.float32(2.0)} | Pass the batch
 W, {"table": np.ones(11), "x": X}, fun=lambda w, b: jnp.std(w * b["table"])
   -> V num_microbatches=2 must divide | if rows meet, but leaf ['table'] has shape (11,)
@@ -226,8 +226,7 @@ k=None, microbatch_size=0 -> V microbatch_size must be at least 1 | it is 0
 k=None, microbatch_size=2.0 -> T microbatch_size must be an | 2.0 | Pass how many rows
 W, X, k=9 -> V num_microbatches=9 must be at most the number of rows, but the only leaf
   | of argument 1 has shape (8,). Use 8 or fewer.
-W, SEQUENCE, k=4 -> V (1, 11). Use 1 or fewer. Is it one sequence? Its tokens lie
-  | along axis 1: batch_axes=1. | One example alone
+W, SEQUENCE, k=4 -> V (1, 11). Use 1 or fewer. One example, or one sequence, has no
 W, SEQUENCE, k=4, batch_axes=1, fun=shifted -> V =4 must divide | (1, 11) | rows meet at
   | Use 1 or 11. | If fun cuts labels off a sequence | inputs and labels in the data
 W, X[:7], fun=softmax, k=None, microbatch_size=4
