@@ -280,8 +280,6 @@ def _as_they_divide(call: Call, rows: int, parts: int) -> Call:
                 roles=call.roles | {"batch_argnums": batch},
                 batch_axes=[*call.batch_axes, *[axis] * len(leaves)],
             )
-        else:
-            _warn_of_role(call, place, rows)
     return call
 
 
@@ -318,24 +316,6 @@ def _is_split(n: Any, rows: Any, parts: int) -> bool:
     """
     is_one = _holds(lambda: n == rows)
     return is_one or (parts > 0 and _holds(lambda: n > 0 and n % parts == 0))
-
-
-def _warn_of_role(call: Call, place: Argument, rows: int) -> None:
-    """Warns if an argument without a role has more rows than the batch."""
-    lengths = {np.shape(x)[:1] for x in jax.tree.leaves(call.at(place))}
-    if len(lengths) != 1 or max(map(jnp.ndim, call.batch)) > 1:
-        return
-    [length] = lengths
-    if not (length and _holds(lambda: length[0] > rows)):
-        return
-    split = " and ".join(map(argument, call.roles["batch_argnums"]))
-    option = "batch_argnames" if isinstance(place, str) else "batch_argnums"
-    warn_once(
-        f"What is split should be the batch, but {split} has {rows} rows, and "
-        f"{argument(place)}, which is not split, has {length[0]} along axis 0 of every "
-        f"leaf. If that is the batch, pass {option}={place!r}; the gradient is right "
-        "anyway, but saves nothing."
-    )
 
 
 def _holds(test: Callable[[], Any]) -> bool:
