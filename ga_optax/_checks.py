@@ -158,8 +158,7 @@ def or_another(
     """A question on the argument that may be the batch, if the one that is looks odd.
 
     That one has k rows or more, as many in all of its leaves, and the batch has leaves
-    of other lengths. If some argument of the batch has such rows, the others may be
-    parameters. Scalars and keys have no length.
+    of other lengths. Scalars and keys have no length.
 
     Args:
       named: the arguments by their names.
@@ -176,17 +175,9 @@ def or_another(
 
     each = {name: lengths(name) for name in batch}
     of_batch = set(itertools.chain(*each.values()))
-    of_rows = {n[0] for n in each.values() if len(n) == 1 and n[0] >= k}
-    for name, some in each.items() if of_rows else ():
-        if len(some) > 1 and of_rows.isdisjoint(some):
-            return (
-                f" {name} has leaves of {some[0]} and {some[1]} rows: if they are "
-                "parameters, such as those of a reference model, take it out of "
-                "batch_argnums."
-            )
     least = max(k, 2)
     if len(of_batch) == 1:  # it may be right, unless it is shorter
-        least = max(least, *of_batch) if of_rows else least
+        least = max(least, *of_batch)
     for name in named:
         some = [] if name in batch else lengths(name)
         if len(some) == 1 and some[0] >= least and of_batch.isdisjoint(some):
@@ -194,23 +185,6 @@ def or_another(
             return (
                 f" But {came}, {name} has {some[0]:,} in all: is that the batch? "
                 f"{todo(name)}"
-            )
-    return ""
-
-
-def of_other_axes(batch: Any, k: int) -> str:
-    """A question on the axes, if the rows of one leaf may lie along another axis."""
-    leaves, structure = jax.tree.flatten(batch)
-    shapes = [np.shape(x) for x in leaves]
-    first = {x[:1] for x in shapes}
-    common = set(shapes[0]).intersection(*shapes[1:]) if shapes else set()
-    common = {n for n in common if isinstance(n, int) and n >= max(k, 2)}
-    for n in sorted(common) if len(first) > 1 else ():
-        if (n,) in first:
-            axes = structure.unflatten([x.index(n) for x in shapes])
-            return (
-                f" But each leaf has an axis of {n:,}: are these the rows? Pass "
-                f"batch_axes={axes!r}."
             )
     return ""
 

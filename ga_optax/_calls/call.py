@@ -380,7 +380,7 @@ def _question_on_batch(call: Call, hint: bool) -> str:
             f"What is split should be arrays with an axis of rows.{rows} What comes "
             "out is right anyway, but saves nothing."
         )
-    return rows or _checks.of_other_axes(tree, number)
+    return rows
 
 
 def _warn_of_copies(call: Call, question: str) -> None:

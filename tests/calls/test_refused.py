@@ -40,7 +40,6 @@ ZEROS = {"a": jnp.zeros(2)}
 LENGTHS = {"a": X, "b": X[:4]}
 CLASSES = {"x": np.ones((16, 4)), "y": np.ones((10, 16))}
 SEQUENCE = {"tokens": np.ones((1, 11), np.float32)}
-REFERENCE = {"w": np.ones((5, 3), np.float32), "b": np.ones(3, np.float32)}
 BASE = {"w": np.ones((16, 8)), "head": np.ones((64, 2)), "layers": np.ones((3, 8))}
 ROWS = np.ones(2048, np.float32)
 RAW_KEY = {"dropout_key": jax.random.PRNGKey(0)}
@@ -128,8 +127,7 @@ W, {"a": X, "id": "a"} -> T leaf ['id'] must be an | of type str | None in batch
 W, {"x": X, "id": WORDS} -> T leaf ['id'][0] must be an | str | None in batch_axes
 W, [1.0] * 8 -> V must have a batch axis | [0] is a scalar | None in batch_axes
 W, CLASSES -> V All leaves of the batch must have one length
-  | say in batch_axes | But each leaf has an axis of 16: are these the rows?
-  | Pass batch_axes={'x': 0, 'y': 1}.
+  | say in batch_axes where they are
 W, [(np.ones(4), np.ones(3))] * 16, k=4 -> V But the batch is a list of 16 | Stack them
 W, LENGTHS -> V All leaves of the batch | leaf ['b'] has shape (4,) | say in batch_axes
 W, {"x": X} | RAW_KEY -> V ['dropout_key'] has shape | name them in rng_argnums
@@ -197,8 +195,7 @@ W, {"w": np.ones((3, 9, 9)), "b": W[None]}, {"x": ROWS}, k=4
   | argument 1 has leaves of lengths 1 and 3, argument 2 has 2,048 in all: is that the
   | batch? Pass batch_argnums=2. If not, use 3 or fewer; or,
 W, CLASSES, k=4, fun=lambda w, b: jnp.std(w * b["y"])
-  -> V =4 must divide | leaf ['y'] has shape (10, 16) | But each leaf has an axis of 16:
-  | are these the rows? Pass batch_axes={'x': 0, 'y': 1}. If not, use 1
+  -> V =4 must divide | leaf ['y'] has shape (10, 16) | Use 1
 W, X, holomorphic=True -> T parameters must be | argument 0 has dtype float32 | leave
 np.complex64(W), X, fun=lambda w, x: loss(w.real, x), holomorphic=True
   -> T The loss must be complex | dtype float32 | leave holomorphic out
@@ -233,9 +230,6 @@ W, X[:7], fun=softmax, k=None, microbatch_size=4
   -> V microbatch_size=4 must divide | if rows meet, but | (7,) | Use 1 or 7.
   | drop the last 3 rows, or add 1 row that
 W, X[:7], fun=softmax, k=5 -> V num_microbatches=5 must divide | rows meet at | 1 or 7.
-W, np.ones((7, 16)), REFERENCE, fun=softmax, k=5, batch_argnums=(1, 2)
-  -> V must divide | argument 2 has leaves of 3 and 5 rows: if they are parameters
-  | of a reference model, take it out of batch_argnums.
 W, X[:7], fun=lambda w, x: jnp.std(w * x), k=None, microbatch_size=2
   -> V microbatch_size=2 must | shape (7,) | rows meet at | Use 1 or 7. | add 1 row
 W, fun=lambda w: jnp.mean(X * w) -> V fun must take its batch: what it closes
