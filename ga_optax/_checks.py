@@ -8,11 +8,10 @@ import contextlib
 import difflib
 import functools
 import inspect
-import itertools
 import math
 import numbers
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -149,46 +148,6 @@ def uneven(rows: int, k: int) -> str:
     )
 
 
-def or_another(
-    named: Mapping[str, Any],
-    batch: Sequence[str],
-    k: int,
-    todo: Callable[[str], str],
-) -> str:
-    """A question on the argument that may be the batch, if the one that is looks odd.
-
-    That one has k rows or more, as many in all of its leaves, and the batch has leaves
-    of other lengths. Scalars and keys have no length.
-
-    Args:
-      named: the arguments by their names.
-      batch: the names of those that are the batch.
-      k: the number of micro-batches.
-      todo: what to do if the argument of a name is the batch.
-    """
-
-    def lengths(name: str) -> list[int]:
-        shapes = [
-            np.shape(x) for x in jax.tree.leaves(named[name]) if not is_raw_key(x)
-        ]
-        return sorted({x[0] for x in shapes if x and isinstance(x[0], int)})
-
-    each = {name: lengths(name) for name in batch}
-    of_batch = set(itertools.chain(*each.values()))
-    least = max(k, 2)
-    if len(of_batch) == 1:  # it may be right, unless it is shorter
-        least = max(least, *of_batch)
-    for name in named:
-        some = [] if name in batch else lengths(name)
-        if len(some) == 1 and some[0] >= least and of_batch.isdisjoint(some):
-            came = " and ".join(f"{x} has {_of_lengths(n)}" for x, n in each.items())
-            return (
-                f" But {came}, {name} has {some[0]:,} in all: is that the batch? "
-                f"{todo(name)}"
-            )
-    return ""
-
-
 def of_list(batch: Any, k: int) -> str:
     """A question on a list of rows, each a tree, in place of a tree of arrays."""
     if not (isinstance(batch, (list, tuple)) and len(batch) >= max(k, 3)):
@@ -211,16 +170,6 @@ def of_list(batch: Any, k: int) -> str:
 def or_else(question: str, todo: str) -> str:
     """A question, if there is one, and how the advice on its other answer begins."""
     return f"{question} If not, {todo.lower()}" if question else f" {todo}"
-
-
-def _of_lengths(lengths: Sequence[int]) -> str:
-    """The lengths of leaves in words, four of them at most."""
-    some = [f"{n:,}" for n in lengths[:4]]
-    if len(lengths) > 4:
-        some.append(f"{len(lengths) - 4} more")
-    if len(some) < 2:
-        return f"leaves of length {some[0]}" if some else "no rows"
-    return f"leaves of lengths {', '.join(some[:-1])} and {some[-1]}"
 
 
 def check_num_microbatches(value: Any) -> int:

@@ -24,7 +24,7 @@ from .._devices import collectives
 from .._devices.record import Devices
 from .._loop import micro_step
 from .._passes.equation import Divided
-from .._text import is_first, warn, warn_once
+from .._text import is_first, listed, warn, warn_once
 from . import batches
 from .options import ROLES, Argument, Options
 
@@ -345,34 +345,40 @@ def call_of(
 def _question_on_batch(call: Call, hint: bool) -> str:
     """A question on what may be the batch, or its rows, if the batch looks odd.
 
-    Warns if it is asked in any case, and nothing would raise.
+    Another argument may be the batch if it has as many rows in all of its leaves, as
+    many as there are micro-batches or more, and the batch has leaves of other lengths.
+    Warns if the question is asked in any case, and nothing would raise.
     """
-    batch, params = call.roles["batch_argnums"], call.roles.get("argnums", ())
-    number, others = call.options.num_microbatches or 1, call.without_role
+    number, others = call.options.num_microbatches, call.without_role
     trees = call.role("batch_argnums")
     lengths = {(*np.shape(x), 0)[0] for x in jax.tree.leaves(trees)}
     # A size that `jax.export` leaves open is no int.
-    if len(lengths) == 1 and not others:
-        [n] = lengths
-        if not isinstance(n, int) or n >= number:
-            return ""
+    is_right = all(not isinstance(n, int) or n >= number for n in lengths)
+    params = () if is_right and len(lengths) == 1 else call.roles["argnums"]
+    each = {i: _lengths(call.at(i)) for i in call.roles["batch_argnums"]}
+    of_batch = set(itertools.chain(*each.values()))
+    # One length may be right, unless it is shorter.
+    least = max(number, 2, *(of_batch if len(of_batch) == 1 else ()))
     # A batch comes last. The variables of a Flax module are no argument of the user's.
-    places = *reversed(others), *params, *batch
-    of_name = {f"argument {i!r}": i for i in places if i != "nnx_variables"}
-
-    def todo(name: str) -> str:
-        place = of_name[name]
-        option = "batch_argnames" if isinstance(place, str) else "batch_argnums"
-        if place in params:
-            return f"Then swap the arguments, or name that one in {option}."
-        return f"Pass {option}={place!r}."
-
-    named = {name: call.at(i) for name, i in of_name.items()}
-    question = _checks.or_another(named, list(named)[-len(batch) :], number, todo)
-    if question:
-        _warn_of_copies(call, question)
-    if question or len(batch) > 1 or not isinstance(call.options.batch_axes, int):
-        return question
+    for i in (*reversed(others), *params):
+        some = _lengths(call.at(i)) if i != "nnx_variables" else []
+        if len(some) == 1 and some[0] >= least and of_batch.isdisjoint(some):
+            came = " and ".join(
+                f"{batches.argument(j)} has leaves of length {listed(n) or 'none'}"
+                for j, n in each.items()
+            )
+            option = "batch_argnames" if isinstance(i, str) else "batch_argnums"
+            todo = f"Pass {option}={i!r}."
+            if i in params:
+                todo = f"Then swap the arguments, or name that one in {option}."
+            question = (
+                f" But {came}, {batches.argument(i)} has {some[0]:,} in all: is that "
+                f"the batch? {todo}"
+            )
+            _warn_of_copies(call, question)
+            return question
+    if len(each) > 1 or not isinstance(call.options.batch_axes, int):
+        return ""
     [tree], asked = trees, call.options.asked
     rows = _checks.of_list(tree, number)
     if rows and hint and asked != ("num_microbatches", 1):
@@ -381,6 +387,12 @@ def _question_on_batch(call: Call, hint: bool) -> str:
             "out is right anyway, but saves nothing."
         )
     return rows
+
+
+def _lengths(tree: Any) -> list[int]:
+    """The lengths of the leaves along axis 0; scalars and keys have none."""
+    shapes = [np.shape(x) for x in jax.tree.leaves(tree) if not _checks.is_raw_key(x)]
+    return sorted({x[0] for x in shapes if x and isinstance(x[0], int)})
 
 
 def _warn_of_copies(call: Call, question: str) -> None:

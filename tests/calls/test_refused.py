@@ -116,7 +116,7 @@ W, X, fun=lambda w, x: None, has_aux=True
 # Of `accumulate` alone: there what is split decides what comes out.
 EACH = """
 W, BASE, {"x": ROWS, "y": ROWS}, k=32
-  -> V But argument 1 has leaves of lengths 3, 16 and 64, argument 2 has 2,048 in all:
+  -> V But argument 1 has leaves of length 3, 16, 64, argument 2 has 2,048 in all:
   | is that the batch? Pass batch_argnums=2.
 W, BASE, batch={"x": ROWS}, k=5
   -> V argument 'batch' has 2,048 in all: is that the batch? Pass batch_argnames='batch'
@@ -192,7 +192,7 @@ num_real_microbatches=1.5 -> T must be an integer scalar | it is 1.5 | Pass how 
 LAW = """
 W, {"w": np.ones((3, 9, 9)), "b": W[None]}, {"x": ROWS}, k=4
   -> V =4 must be at most the number of rows, but leaf ['w'] has shape (3, 9, 9). But
-  | argument 1 has leaves of lengths 1 and 3, argument 2 has 2,048 in all: is that the
+  | argument 1 has leaves of length 1, 3, argument 2 has 2,048 in all: is that the
   | batch? Pass batch_argnums=2. If not, use 3 or fewer; or,
 W, CLASSES, k=4, fun=lambda w, b: jnp.std(w * b["y"])
   -> V =4 must divide | leaf ['y'] has shape (10, 16) | Use 1
@@ -310,7 +310,7 @@ def mapped(make, sync="last", **where):
 
 VERIFY = """
 verify(params={"x": X, "y": X}, batch={"w": np.ones(3), "b": np.ones(5)})
-  -> V argument 1 has leaves of lengths 3 and 5, argument 0 has 8 in all: is that the
+  -> V argument 1 has leaves of length 3, 5, argument 0 has 8 in all: is that the
   | batch? Then swap the arguments | verify asks
 verify(k=3) -> V must divide the batch axis | one size | use 1, 2, 4 or 8. | any number
 verify(params={}) -> V params must | this dict has no array
