@@ -7,7 +7,6 @@ Each checks its arguments and goes through the stations of `engine`.
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -223,7 +222,6 @@ def microbatch(
 
     @functools.wraps(fun)
     def microbatch_fun(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _by_position(fun, args, kwargs)
         call = Call.of(options, args, kwargs, hint=True)
         return engine.of_call(call, remat, options.microbatch_size)
 
@@ -231,26 +229,6 @@ def microbatch(
 
 
 _TODO = "Pass what is to run over micro-batches."
-
-
-def _by_position(
-    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments, by position where `fun` takes these by position."""
-    if not kwargs:
-        return args, kwargs
-    try:
-        signature = inspect.signature(fun)
-        bound = signature.bind(*args, **kwargs)
-    except (TypeError, ValueError):
-        return args, kwargs
-    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    places = [p for p in signature.parameters.values() if p.kind in kinds]
-    # A default fills a gap before the last argument that came, and nothing behind it.
-    while places and places[-1].name not in bound.arguments:
-        places.pop()
-    bound.arguments = {p.name: p.default for p in places} | bound.arguments
-    return bound.args, bound.kwargs
 
 
 # == `batch_dependencies` ==============================================================
