@@ -126,8 +126,8 @@ def value_and_grad(
 ) -> Pair:
     """`((loss, aux), gradients)` of a call whose function returns `(loss, aux)`.
 
-    With `call.sums` gradients are a pair: gradients of the parameters, and gradients of
-    leaves of the batch. `over` runs the micro-batch, by default `over_micro_batches`.
+    Gradients of leaves of the batch come last, see `call.rows`. `over` runs the
+    micro-batch, by default `over_micro_batches`.
     """
     if call.is_undivided:
         return undivided.undivided(call, AllRows("there is one micro-batch"))
@@ -185,9 +185,10 @@ def over_micro_batches(micro_batch: MicroBatch) -> Pair:
     )
     leaves = rows.returned(call, part, closed.jaxpr, outcome.results, membership)
     value = jax.tree.structure(out).unflatten(leaves)
-    if not call.sums:
+    if not call.rows:
         return value, outcome.acc
-    return value, (outcome.acc, rows.gradients_of_rows(call, outcome.rows, membership))
+    of_rows = rows.gradients_of_rows(call, outcome.rows, membership)
+    return value, (*outcome.acc, *of_rows)
 
 
 def _over_replicas(micro_batch: MicroBatch) -> MicroBatch:
@@ -672,9 +673,9 @@ def _gradient(like: Call, divided: Divided, xs: Sequence[Any]) -> list[Any]:
         return functools.reduce(jnp.add, terms), rest
 
     call = call_of(like, loss, divided, xs, gradient.wrt)
-    (_, out), (grads, of_rows) = value_and_grad(call)
-    by_place = dict(zip(call.roles["argnums"], grads, strict=True))
-    by_place |= zip(call.roles["batch_argnums"], of_rows, strict=False)
+    (_, out), grads = value_and_grad(call)
+    places = *call.roles["argnums"], *call.roles["batch_argnums"]
+    by_place = dict(zip(places, grads, strict=False))
     types = divided.results[len(gradient.outs) :]
     pairs = zip(gradient.wrt, types, strict=True)
     grads = [by_place[i].astype(x.dtype) for i, x in pairs]

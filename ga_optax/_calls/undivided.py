@@ -45,15 +45,10 @@ def undivided(call: Call, plan: AllRows) -> Pair:
     if of_rows := call.roles["batch_argnums"][: call.rows]:
         argnums = (*call.roles["argnums"], *of_rows)
     if argnums == ():
-        out, grads = fun(*call.args, **call.kwargs), ()
-    else:
-        allow_int = call.options.allow_int
-        of_all = jax.value_and_grad(fun, argnums, has_aux=True, allow_int=allow_int)
-        out, grads = of_all(*call.args, **call.kwargs)
-    if not call.sums:
-        return out, grads
-    number = len(call.roles["argnums"])
-    return out, (grads[:number], grads[number:])
+        return fun(*call.args, **call.kwargs), ()
+    allow_int = call.options.allow_int
+    of_all = jax.value_and_grad(fun, argnums, has_aux=True, allow_int=allow_int)
+    return of_all(*call.args, **call.kwargs)
 
 
 def in_one(call: Call, plan: AllRows) -> Pair:
