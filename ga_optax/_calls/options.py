@@ -25,12 +25,7 @@ _OF_BATCH = (
     "jax.value_and_grad(ga_optax.microbatch(fun, num_microbatches), argnums)"
 )
 
-_BOOLS = {
-    "has_aux": "Pass True if fun returns (loss, aux), or leave it out.",
-    "holomorphic": "Pass True for a complex loss, or leave it out.",
-    "allow_int": "Pass True if parameters hold integers, or leave it out.",
-    "optimize": "Pass False for the plain scan, or leave it out.",
-}
+_BOOLS = ("has_aux", "holomorphic", "allow_int", "optimize")
 
 Argument = int | str  # of the call: its position, or its keyword
 
@@ -75,9 +70,9 @@ class Options(NamedTuple):
             _checks.check_callable(
                 "weight_fn", self.weight_fn, "of the batch arguments", todo
             )
-        for name, todo in _BOOLS.items():
-            if not isinstance(value := getattr(self, name), bool):
-                raise TypeError(f"{name} must be a bool, but it is {value!r}. {todo}")
+        for name in _BOOLS:
+            todo = "Pass True or False, or leave it out."
+            _checks.check_type(name, getattr(self, name), bool, todo)
         folds.check_aux(self.aux)
         _check_residual_bytes(self.residual_bytes)
         for axis in jax.tree.leaves(self.batch_axes):

@@ -82,8 +82,8 @@ batch_argnums=1.5 -> T an int or a sequence of ints | it is 1.5 | Number the pos
 batch_axes="0" -> T batch_axes must be an int, None, or a | it holds '0' | the axis to
 batch_argnames=3 -> T batch_argnames must be a | it is 3 | Name the keyword arguments
 fun=3 -> T fun must be a function | it is 3 | Pass the loss function
-optimize=1 -> T optimize must be a bool | it is 1 | Pass False for the plain scan
-has_aux="yes" -> T has_aux must be a bool | it is 'yes' | returns (loss, aux)
+optimize=1 -> T optimize must be of type bool | it is 1 | Pass True or False
+has_aux="yes" -> T has_aux must be of type bool | it is 'yes' | Pass True or False
 W, batch=X -> V batch_argnums must | names 1, and the call has 1 | for keywords there is
 W, X, z=1, batch_argnames="y" -> V batch_argnames must | names 'y', and the | Pass that
 {"n": np.int32(1), "w": W}, X
@@ -200,7 +200,7 @@ W, X, holomorphic=True -> T parameters must be | argument 0 has dtype float32 | 
 np.complex64(W), X, fun=lambda w, x: loss(w.real, x), holomorphic=True
   -> T The loss must be complex | dtype float32 | leave holomorphic out
 {"f": jnp.tanh}, X, allow_int=True -> T must be an array or a number | PjitFunction
-allow_int=1 -> T allow_int must be a bool | it is 1 | hold integers
+allow_int=1 -> T allow_int must be of type bool | it is 1 | Pass True or False
 W, "abc" -> V hold arrays with rows | argument 1 is 'abc' | Pass the batch
 W, [1.0] * 8 -> V hold arrays with rows | argument 1 is [1.0, | Pass the batch
 W, {"t": W} -> V hold arrays with rows | is {'t': np.float32(2.0)} | Pass the batch
