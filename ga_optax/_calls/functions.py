@@ -318,14 +318,9 @@ class BatchDependencies:
         end = f"In all: {passes}{room}."
         if self.more_room:
             end += " " + report.room_sentence(self.more_room)
-        todo = [
-            *undivided.advice_on_primitives(self.whole),
-        ]
         runs = self.forward_passes or self.backward_passes
         end = f"{end} {self._layout}" if runs else self._layout
-        texts = filter(
-            None, (_LEGEND, *todo, end, undivided.advice_on_hidden(self.whole))
-        )
+        texts = _LEGEND, end, *undivided.advice(self.whole)
         below = (line for text in texts for line in wrap(text))
         return "\n".join([*lines, "", *below])
 

@@ -1,6 +1,5 @@
 """All rows at once: what runs then, what is refused, what is advised."""
 
-import collections
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -270,13 +269,6 @@ _OF_ANY_OTHER = (
 _MOST_LINES = 4
 
 
-def advice_on_primitives(whole: Sequence[Note]) -> list[str]:
-    """Returns the advice on the primitives in `_TODO`, each sentence once."""
-    reads = lambda x: x.name.startswith("what ")  # noqa: E731
-    todo = (_OF_EFFECT if reads(x) else _TODO.get(x.name) for x in whole)
-    return list(dict.fromkeys(filter(None, todo)))
-
-
 def advice_on_scans(jaxpr: core.Jaxpr) -> str:
     """Returns the advice on scans of JAX along rows; "" if there is no such scan."""
     met = (e for e in jaxprs.equations(jaxpr) if e.primitive.name in MEETINGS)
@@ -290,25 +282,23 @@ def advice_on_scans(jaxpr: core.Jaxpr) -> str:
     )
 
 
-def advice_on_hidden(whole: Sequence[Note]) -> str:
-    """Returns the advice on code that cannot be read; "" if there is no such code."""
-    hidden = {
-        x: effects.hidden_kind(x.name) for x in whole if effects.hidden_kind(x.name)
-    }
-    if not hidden:
-        return ""
-    counts = collections.Counter(hidden.values())
-    kinds = [f"{n} {kind}{'' if n == 1 else 's'}" for kind, n in counts.items()]
-    are = "is" if len(hidden) == 1 else "are"
-    lines = (
-        re.match(r"(.*?:\d+):\d+ \((.*?)\)", places.short_line(x.line)) for x in hidden
-    )
-    named = dict.fromkeys(f"{x[2]} ({x[1]})" for x in lines if x)
-    what = " and ".join(named) or "what calls it"
-    return (
-        f"{' and '.join(kinds)} {are} computed whole: wrap {what} in ga_optax.rowwise "
-        "if its rows do not need each other."
-    )
+def advice(whole: Sequence[Note]) -> list[str]:
+    """Returns the advice on what is computed whole, each sentence once."""
+    todo = [
+        _OF_EFFECT if x.name.startswith("what ") else _TODO.get(x.name) for x in whole
+    ]
+    hidden = [x for x in whole if effects.hidden_kind(x.name)]
+    if hidden:
+        kinds = dict.fromkeys(str(effects.hidden_kind(x.name)) for x in hidden)
+        pattern = r"(.*?:\d+):\d+ \((.*?)\)"
+        lines = (re.match(pattern, places.short_line(x.line)) for x in hidden)
+        named = dict.fromkeys(f"{x[2]} ({x[1]})" for x in lines if x)
+        todo.append(
+            f"Hidden code ({', '.join(kinds)}) is computed whole: wrap "
+            f"{' and '.join(named) or 'what calls it'} in ga_optax.rowwise if its rows "
+            "do not need each other."
+        )
+    return list(dict.fromkeys(filter(None, todo)))
 
 
 def warn_of_whole(call: Call, jaxpr: core.Jaxpr, part: Partitioned) -> None:
@@ -352,8 +342,7 @@ def _whole_in_words(part: Partitioned) -> tuple[tuple[str, ...], str, str]:
     some = tuple(dict.fromkeys(lines))[:_MOST_LINES]
     todo = "If rows must meet there, more micro-batches save no memory."
     if part.whole:
-        texts = *advice_on_primitives(part.whole), advice_on_hidden(part.whole)
-        todo = " ".join(filter(None, texts))
+        todo = " ".join(advice(part.whole))
     what = "; ".join(some) + (", computed whole" if part.whole else "")
     return some, what, todo or _OF_ANY_OTHER
 
