@@ -641,15 +641,11 @@ def _axes_of_results(like: Call, divided: Divided) -> list[int | None]:
         call = call_of(like, undivided.with_loss(divided.flat), divided, xs)
         if call.devices.bound or call.devices.by is meshes.By.NOBODY:
             return
-        traced = trace(call)
-
-        def find() -> None:
-            of_one = partition(traced)
+        of_one, error = undivided.tried(partition, trace(call))
+        if error is None:  # else no results have rows
             types, membership = of_one.closed.out_avals, of_one.membership
             by_place = rows.axes_of_results(call, of_one.part, types, membership)
             axes[:] = by_place[1:]
-
-        undivided.tried(find)  # if it fails, no results have rows
 
     jax.eval_shape(in_layouts, *divided.types)
     return axes
