@@ -21,7 +21,7 @@ from jax.typing import ArrayLike
 
 from .. import _checks, accumulator
 from .._calls import batches
-from .._calls.call import Call
+from .._calls.call import Call, taken_apart
 from .._calls.options import Options
 from .._calls.separate import accumulate
 from .._checks import is_real, named_leaves
@@ -247,12 +247,10 @@ def verify(
     """
 
     def pair(*args: Any) -> Any:
-        """The loss and the weight; `accumulate` raises if there is no pair."""
-        out = aux = fun(*args)
-        if has_aux and not (isinstance(out, (tuple, list)) and len(out) == 2):
-            return out
-        out, *aux = out if has_aux else (out,)
-        return out, _checks.check_weight(weight_fn(args[1], *aux) if weight_fn else 1.0)
+        """The loss and the weight."""
+        loss, _, aux = taken_apart(given, fun(*args), any_aux=True)
+        read = (args[1], aux) if has_aux else args[1:2]
+        return loss, _checks.check_weight(weight_fn(*read) if weight_fn else 1.0)
 
     given = Options(
         fun,
