@@ -541,22 +541,11 @@ def _pair(out: Any, form: str) -> tuple[Any, Any]:
 
 
 def check_carry(old: Any, new: Any) -> None:
+    """Raises unless a carry has the tree, shapes and dtypes that it came with."""
     todo = "Return each carried argument with the tree, shapes and dtypes it came with."
-    _checks.check_structure(
-        old, new, name="The carry", expected="its arguments", todo=todo
-    )
-    for (name, want), got in zip(
-        _checks.named_leaves(old), jax.tree.leaves(new), strict=True
-    ):
-        due, came = (
-            f"shape {jnp.shape(x)} and dtype {jnp.result_type(x).name}"
-            for x in (want, got)
-        )
-        if came != due:
-            raise ValueError(
-                f"The carry must keep the {due} of {name}, but fun returned {came} "
-                f"there. {todo}"
-            )
+    texts = {"name": "the carry", "expected": "its arguments", "todo": todo}
+    _checks.check_leaves(old, new, **texts)
+    _checks.check_dtypes(old, new, **texts)
 
 
 # -- Of any aux ------------------------------------------------------------------------

@@ -176,12 +176,12 @@ W, X, W, fun=lambda w, x, c: (loss(w, x), c), carry_argnums=2, has_aux=True
   -> T fun must return (loss, (carry, aux)) with carry_argnums and has_aux=True
   | it returned | leave out the option
 W, X, ZEROS, fun=returns({"a": jnp.zeros(3)}), carry_argnums=2
-  -> V must keep the shape (2,) | shape (3,)
+  -> V leaf [0]['a'] of the carry must have shape (2,) | shape (3,)
   | Return each carried argument with the tree
 W, X, ZEROS, fun=returns({"a": jnp.zeros(2, "bfloat16")}), carry_argnums=2
   -> V dtype float32 | dtype bfloat16 | the tree, shapes and dtypes it came with
 W, X, ZEROS, fun=returns({"b": jnp.zeros(2)}), carry_argnums=2
-  -> V The carry must have the tree | leaf [0]['a'] is missing | Return each carried
+  -> V the carry must have the tree | leaf [0]['a'] is missing | Return each carried
 W, X, {"f": jnp.tanh}, carry_argnums=2
   -> T leaf ['f'] of argument 2 must be an array or | PjitFunction | Carry arrays alone
 num_real_microbatches=5 -> V num_real_microbatches must be | but it is 5 | Pass how many
