@@ -121,7 +121,8 @@ def checked_split(call: Call, hint: bool) -> Call:
     rows, came, todo = counted_rows(call, hint)
     if hint:
         _warn_of_rows(call, rows, came)
-        call = _with_whole_keys(call, rows)
+        is_split = lambda x, _: not is_raw_key(x) or np.shape(x)[0] == rows  # noqa: E731
+        call = _split_where(call, is_split)
     if hint and call.options.argnums != ():
         note_batch(rows * (call.devices.number if call.devices.bound else 1))
     devices, kind = _num_splits(call)
@@ -235,11 +236,14 @@ def counted_rows(call: Call, hint: bool) -> tuple[int, str, str]:
     return rows, came, other if len(sizes) > 1 else ""
 
 
-def _with_whole_keys(call: Call, rows: int) -> Call:
-    """The call, in which raw keys that are not as long as the batch go whole."""
+def _split_where(call: Call, is_split: Callable[[Any, int], bool]) -> Call:
+    """The call, in which other leaves of the batch go whole.
+
+    `is_split` is asked of a leaf and its axis.
+    """
     leaves = jax.tree.leaves(call.role("batch_argnums"))
     axes = [
-        None if axis is not None and is_raw_key(x) and np.shape(x)[0] != rows else axis
+        axis if axis is not None and is_split(x, axis) else None
         for x, axis in zip(leaves, call.batch_axes, strict=True)
     ]
     return call._replace(batch_axes=axes)
@@ -263,13 +267,15 @@ def _as_they_divide(call: Call, rows: int, parts: int) -> Call:
     """The call, in which leaves that do not divide go whole, and others have a role.
 
     An argument without a role that has the batch's rows in all of its leaves has one.
+    With 0 `parts` micro-batches have the rows of the batch alone.
     """
-    leaves = jax.tree.leaves(call.role("batch_argnums"))
-    axes = [
-        None if axis is None or not _is_split(np.shape(x)[axis], rows, parts) else axis
-        for x, axis in zip(leaves, call.batch_axes, strict=True)
-    ]
-    call = call._replace(batch_axes=axes)
+
+    def is_split(x: Any, axis: int) -> bool:
+        n = np.shape(x)[axis]
+        is_one = _holds(lambda: n == rows)
+        return is_one or (parts > 0 and _holds(lambda: n > 0 and n % parts == 0))
+
+    call = _split_where(call, is_split)
     [axis, *others] = dict.fromkeys(call.split_axes)
     axis = 0 if others else axis
     for place in call.without_role:
@@ -307,15 +313,6 @@ def _warn_of_rows(call: Call, rows: Any, came: str) -> None:
             "in batch_axes; the gradient is right anyway, but may save nothing."
             f"{call.question}"
         )
-
-
-def _is_split(n: Any, rows: Any, parts: int) -> bool:
-    """True if a leaf of n rows is split: as the rows of the batch, or divisible.
-
-    With 0 `parts` micro-batches have the rows of the batch alone.
-    """
-    is_one = _holds(lambda: n == rows)
-    return is_one or (parts > 0 and _holds(lambda: n > 0 and n % parts == 0))
 
 
 def _holds(test: Callable[[], Any]) -> bool:
