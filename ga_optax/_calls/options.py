@@ -19,12 +19,6 @@ ROLES = ("argnums", "batch_argnums", "rng_argnums", "carry_argnums")
 # Keywords may have two of them, under these options.
 NAMES = {"batch_argnums": "batch_argnames", "rng_argnums": "rng_argnames"}
 
-# What to do for a gradient of the batch itself.
-_OF_BATCH = (
-    "; or differentiate what is split, "
-    "jax.value_and_grad(ga_optax.microbatch(fun, num_microbatches), argnums)"
-)
-
 _BOOLS = ("has_aux", "holomorphic", "allow_int", "optimize")
 
 Argument = int | str  # of the call: its position, or its keyword
@@ -165,17 +159,12 @@ class Options(NamedTuple):
                 option = named if isinstance(i, str) else role
                 if num_args is not None:
                     i = place_of(option, i, num_args, keywords, self.fun)
-                if i in owner and owner[i] == option:
-                    raise ValueError(
-                        f"{option} must name each argument once, but it names argument "
-                        f"{i!r} twice. Name it once."
-                    )
                 if i in owner:
-                    both = {owner[i], option}
-                    more = _OF_BATCH if both == {"argnums", "batch_argnums"} else ""
                     raise ValueError(
-                        f"{option} must not overlap {owner[i]}, but both name argument "
-                        f"{i!r}. Give each argument one role{more}."
+                        f"Each argument must have one role, but {owner[i]} and "
+                        f"{option} name argument {i!r}. Name it once; a gradient of "
+                        "what is split is that of jax.value_and_grad("
+                        "ga_optax.microbatch(fun, num_microbatches), argnums)."
                     )
                 owner[i] = option
                 roles[role].append(i)

@@ -75,8 +75,8 @@ W, X, batch_axes=None -> V hold arrays with rows | batch_axes is None | their ax
 jax.eval_shape(lambda: W), X -> T argument 0 must | the only leaf is a | Pass arrays
 W, {"x": X, "y": jax.eval_shape(lambda: X)} -> T argument 1 | leaf ['y'] | Pass arrays
 W, X[:0] -> V at least one example | shape (0,) | Skip the call
-argnums=1 -> V batch_argnums must not overlap argnums | name argument 1
-  | Give each argument one role | ga_optax.microbatch(
+argnums=1 -> V Each argument must have one role | argnums and batch_argnums name
+  | argument 1. Name it once | ga_optax.microbatch(
 batch_argnums=() -> V batch_argnums must name | () | Leave it out
 batch_argnums=1.5 -> T an int or a sequence of ints | it is 1.5 | Number the positional
 batch_axes="0" -> T batch_axes must be an int, None, or a | it holds '0' | the axis to
@@ -88,7 +88,7 @@ W, batch=X -> V batch_argnums must | names 1, and the call has 1 | for keywords 
 W, X, z=1, batch_argnames="y" -> V batch_argnames must | names 'y', and the | Pass that
 {"n": np.int32(1), "w": W}, X
   -> T leaf ['n'] of argument 0 must | dtype int32 | or allow_int=True, which
-argnums=(0, 0) -> V argnums must name each argument once | 0 twice | it once
+argnums=(0, 0) -> V must have one role | argnums and argnums name argument 0. Name it
 {"f": jax.nn.relu}, X -> T must be an array or a number | custom_jvp | eqx.partition
 W, {"a": X, "id": np.array(WORDS)} -> T leaf ['id'] | dtype <U1 | None in batch_axes
 W, X, batch_axes=1 -> V leaf of the batch must have a batch | (8,) | None in batch_axes
@@ -132,11 +132,11 @@ W, [(np.ones(4), np.ones(3))] * 16, k=4 -> V But the batch is a list of 16 | Sta
 W, LENGTHS -> V All leaves of the batch | leaf ['b'] has shape (4,) | say in batch_axes
 W, {"x": X} | RAW_KEY -> V ['dropout_key'] has shape | name them in rng_argnums
 W, {"a": X, "b": 3.0} -> V must have a batch axis | ['b'] is a sca | Give it None in
-rng_argnums=1 -> V rng_argnums must not overlap | 1 | Give each argument one role
-W, X, rng_argnums=-1 -> V must not | both name | Give each argument one role
-carry_argnums=(2, 1) -> V carry_argnums must not | 1 | Give each argument one role
+rng_argnums=1 -> V one role | batch_argnums and rng_argnums name argument 1. Name it
+W, X, rng_argnums=-1 -> V one role | batch_argnums and rng_argnums name argument 1
+carry_argnums=(2, 1) -> V one role | and carry_argnums name argument 1. Name it once
 batch_argnames="x", rng_argnames="x"
-  -> V rng_argnames must not overlap batch_argnames | 'x' | Give each argument one role
+  -> V one role | batch_argnames and rng_argnames name argument 'x'. Name it once
 rng_argnames=("a", 1) -> T must be a str or a sequence of strs | ('a', 1) | Name the
 W, X, X, rng_argnums=2 -> V must name PRNG keys, or trees of them | shape (8,) | one key
 W, X, {"k": jax.random.split(KEYS["a"], 8)}, rng_argnums=2 -> V must name PRNG keys
@@ -675,12 +675,12 @@ added(weight=1j) -> T complex
 added(weight=jnp.complex64(1)) -> T real number, but it has dtype complex64 | Pass the
 ga.accumulator.init(DENSE, jnp.int32) -> T floating dtype
 ga.accumulator.init({"w": W, "f": jax.nn.relu}) -> T leaf ['f'] of params must be an arr
-continued(W, W) -> T must be the accumulator to continue | is of type float32. Start
-ga.accumulate(untraced, 2)(DENSE, X) -> T must be the | of type dict. Start with acc =
+continued(W, W) -> T must be the accumulator to continue | of type float32, | Start
+ga.accumulate(untraced, 2)(DENSE, X) -> T must be the | of type dict, | Start with acc =
 ga.accumulate(untraced, 2)(DENSE, ga.accumulator.init(DENSE), X)
-  -> T must be the accumulator to continue | argument 1 is an accumulator. The order is
+  -> T must be the accumulator to continue | dict, Accumulator, ndarray | The order is
 ga.accumulate(untraced, 2)(*[ga.accumulator.init(DENSE)] * 2, X)
-  -> T and the only one | argument 1 is an accumulator. The order is
+  -> T and the only one | of type Accumulator, Accumulator, | The order is
 added((1.0, GRADS)) -> V That is the pair which value_and_grad returns: pass the second
 continued(DENSE, OTHER) -> V ['dense']['kernel'] of the parameters
 continued(DENSE, {"dense": {"bias": ONE}}) -> V ['dense']['kernel'] is missing
