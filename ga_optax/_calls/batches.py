@@ -163,11 +163,6 @@ def checked_split(call: Call, hint: bool) -> Call:
         _check_one_length(call, rows, came)
         if devices * k > 1:
             _check_no_batch(call, rows)
-    if not isinstance(part, int) and not _holds(lambda: part % k == 0):
-        raise ValueError(
-            f"num_microbatches={k} must divide the batch axis, but {came}. Export a "
-            f'dimension that it divides, such as jax.export.symbolic_shape("{k}*b").'
-        )
     if not call.rest:
         _quotient(call, "num_microbatches", k, of_device)
     return call
@@ -182,6 +177,11 @@ _OF_ONE = (
 def _quotient(call: Call, option: str, number: int, rows: tuple[int, str, str]) -> int:
     """The number of rows over `number`; raises if `number` does not divide it."""
     part, what, todo = rows
+    if not isinstance(part, int) and not _holds(lambda: part % number == 0):
+        raise ValueError(
+            f"{option}={number} must divide {what}. Export a dimension that it divides, "
+            f'such as jax.export.symbolic_shape("{number}*b").'
+        )
     if part % number:
         nearest = sorted(divisors(part), key=lambda d: abs(d - number))[:8]
         use = _checks.or_else(call.question, "Use")
