@@ -11,15 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _checks
-from .._checks import (
-    brief,
-    divisors,
-    is_raw_key,
-    is_single,
-    named_leaves,
-    one_of,
-    uneven,
-)
+from .._checks import divisors, is_raw_key, is_single, named_leaves, one_of, uneven
 from .._devices import meshes
 from .._passes import jaxprs
 from .._passes.places import note_batch
@@ -179,8 +171,8 @@ def _quotient(call: Call, option: str, number: int, rows: tuple[int, str, str]) 
     part, what, todo = rows
     if not isinstance(part, int) and not _holds(lambda: part % number == 0):
         raise ValueError(
-            f"{option}={number} must divide {what}. Export a dimension that it divides, "
-            f'such as jax.export.symbolic_shape("{number}*b").'
+            f"{option}={number} must divide {what}. Export a dimension that it "
+            f'divides, such as jax.export.symbolic_shape("{number}*b").'
         )
     if part % number:
         nearest = sorted(divisors(part), key=lambda d: abs(d - number))[:8]
@@ -209,7 +201,9 @@ def counted_rows(call: Call, hint: bool) -> tuple[int, str, str]:
     leaves = _with_axes(call)
     if not leaves:
         places = call.roles["batch_argnums"]
-        came = " and ".join(f"{argument(i)} is {brief(call.at(i))}" for i in places)
+        came = " and ".join(
+            f"{argument(i)} is {_checks.brief(call.at(i))}" for i in places
+        )
         raise ValueError(
             "batch_argnums must name arguments that hold arrays with rows, but "
             f"{came}, and batch_axes is {call.options.batch_axes!r}. Pass the batch in "

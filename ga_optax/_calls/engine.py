@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from .. import accumulator
-from .._checks import check_arrays
+from .. import _checks, accumulator
 from .._devices import collectives, meshes
 from .._devices.record import Devices
 from .._loop import loop
@@ -473,7 +472,7 @@ def of_call(call: Call, remat: bool | None, size: int | None = None) -> Any:
     def of_args(*args: Any, **kwargs: Any) -> Any:
         out = fun(*args, **kwargs)
         todo = "Leave it out, or return a number in its place."
-        check_arrays("what fun returns", out, todo)
+        _checks.check_arrays("what fun returns", out, todo)
         return out
 
     def flat(*xs: Any) -> Any:
