@@ -110,20 +110,19 @@ def check_int(name: str, value: Any, todo: str) -> int:
     return number
 
 
-def check_step(step: Any, todo: str) -> Any:
-    """Returns `step`, an integer scalar that may be traced, or raises."""
+def check_integer(name: str, value: Any, todo: str) -> None:
+    """Raises unless `value` is an integer scalar, which may be traced."""
     try:
-        dtype = jax.dtypes.result_type(step)
+        dtype = jax.dtypes.result_type(value)
     except TypeError:
         raise TypeError(
-            f"step must be an integer scalar, but it is {brief(step)}. {todo}"
+            f"{name} must be an integer scalar, but it is {brief(value)}. {todo}"
         ) from None
-    if (shape := jnp.shape(step)) != () or not jnp.issubdtype(dtype, jnp.integer):
+    if (shape := jnp.shape(value)) != () or not jnp.issubdtype(dtype, jnp.integer):
         raise TypeError(
-            f"step must be an integer scalar, but it has shape {shape} and dtype "
+            f"{name} must be an integer scalar, but it has shape {shape} and dtype "
             f"{dtype.name}. {todo}"
         )
-    return step
 
 
 def divisors(n: int) -> list[int]:

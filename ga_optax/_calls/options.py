@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
@@ -124,18 +123,13 @@ class Options(NamedTuple):
         number, k = self.num_real_microbatches, self.num_microbatches
         if number is None:
             return
-        dtype = jnp.result_type(number)
-        if jnp.shape(number) or not jnp.issubdtype(dtype, jnp.integer):
-            raise TypeError(
-                "num_real_microbatches must be an integer scalar, static or traced, "
-                f"but it is {number!r}. Pass how many micro-batches hold examples, or "
-                "None for all."
-            )
+        todo = "Pass how many micro-batches hold examples, or None for all."
+        _checks.check_integer("num_real_microbatches", number, todo)
         is_traced = isinstance(number, jax.core.Tracer)
         if not is_traced and not 0 <= np.asarray(number) <= k:
             raise ValueError(
                 f"num_real_microbatches must be from 0 to num_microbatches={k}, but it "
-                f"is {number}. Pass how many micro-batches hold examples."
+                f"is {number}. {todo}"
             )
 
     @property

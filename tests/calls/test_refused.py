@@ -185,7 +185,7 @@ W, X, ZEROS, fun=returns({"b": jnp.zeros(2)}), carry_argnums=2
 W, X, {"f": jnp.tanh}, carry_argnums=2
   -> T leaf ['f'] of argument 2 must be an array or | PjitFunction | Carry arrays alone
 num_real_microbatches=5 -> V num_real_microbatches must be | but it is 5 | Pass how many
-num_real_microbatches=1.5 -> T must be an integer scalar | it is 1.5 | Pass how many
+num_real_microbatches=1.5 -> T must be an integer scalar | dtype float | Pass how many
 """
 
 # Of `value_and_grad` alone.
