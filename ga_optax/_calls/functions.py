@@ -314,8 +314,7 @@ class BatchDependencies:
             for name, line, nbytes in dict.fromkeys(notes)
         ]
         lines = ruled([("what meets", *_HEADER, "line"), *rows], left=(0, 4))
-        room = f", in about {self.peak_bytes:,} bytes" if self.peak_bytes else ""
-        end = f"In all: {passes}{room}."
+        end = self._in_all
         if self.more_room:
             end += " " + report.room_sentence(self.more_room)
         runs = self.forward_passes or self.backward_passes
@@ -328,9 +327,7 @@ class BatchDependencies:
     def details(self) -> str:
         """The plan in full, to find a wrong number: each loop, with its values."""
         head = str(self) if self.undivided else _HOLDS
-        texts = [head, *map(str, self.stages)]
-        room = f", in about {self.peak_bytes:,} bytes" if self.peak_bytes else ""
-        return "\n\n".join([*texts, f"In all: {self._passes}{room}."])
+        return "\n\n".join([head, *map(str, self.stages), self._in_all])
 
     @property
     def _passes(self) -> str:
@@ -340,11 +337,13 @@ class BatchDependencies:
         )
 
     @property
+    def _in_all(self) -> str:
+        room = f", in about {self.peak_bytes:,} bytes" if self.peak_bytes else ""
+        return f"In all: {self._passes}{room}."
+
+    @property
     def _notes(self) -> dict[str, list[Note]]:
-        return {
-            "computed whole": self.whole,
-            "promised": self.promised,
-        }
+        return {"computed whole": self.whole, "promised": self.promised}
 
     @property
     def _layout(self) -> str:
