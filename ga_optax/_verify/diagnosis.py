@@ -261,7 +261,8 @@ def verify(
     ).checked()
     _checks.check_not_empty("params", params, "Pass the parameters, then the batch.")
     args = jax.tree.map(_placed, (params, batch))
-    axes = _axes(Call.of(given, args, {}, hint=True), k := given.num_microbatches)
+    k = given.num_microbatches
+    axes = _axes(Call.of(given, args, {}, hint=True), k)
     params, batch = jax.tree.map(jnp.asarray, args)
     key = () if rng is None else (rng,)
     options: Any = {"rng_argnums": (2,) * len(key)}
