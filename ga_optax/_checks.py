@@ -8,11 +8,10 @@ import contextlib
 import difflib
 import functools
 import inspect
-import itertools
 import math
 import numbers
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -111,20 +110,19 @@ def check_int(name: str, value: Any, todo: str) -> int:
     return number
 
 
-def check_step(step: Any, todo: str) -> Any:
-    """Returns `step`, an integer scalar that may be traced, or raises."""
+def check_integer(name: str, value: Any, todo: str) -> None:
+    """Raises unless `value` is an integer scalar, which may be traced."""
     try:
-        dtype = jax.dtypes.result_type(step)
+        dtype = jax.dtypes.result_type(value)
     except TypeError:
         raise TypeError(
-            f"step must be an integer scalar, but it is {brief(step)}. {todo}"
+            f"{name} must be an integer scalar, but it is {brief(value)}. {todo}"
         ) from None
-    if (shape := jnp.shape(step)) != () or not jnp.issubdtype(dtype, jnp.integer):
+    if (shape := jnp.shape(value)) != () or not jnp.issubdtype(dtype, jnp.integer):
         raise TypeError(
-            f"step must be an integer scalar, but it has shape {shape} and dtype "
+            f"{name} must be an integer scalar, but it has shape {shape} and dtype "
             f"{dtype.name}. {todo}"
         )
-    return step
 
 
 def divisors(n: int) -> list[int]:
@@ -149,72 +147,6 @@ def uneven(rows: int, k: int) -> str:
     )
 
 
-def or_another(
-    named: Mapping[str, Any],
-    batch: Sequence[str],
-    k: int,
-    todo: Callable[[str], str],
-) -> str:
-    """A question on the argument that may be the batch, if the one that is looks odd.
-
-    That one has k rows or more, as many in all of its leaves, and the batch has leaves
-    of other lengths. If some argument of the batch has such rows, the others may be
-    parameters. Scalars and keys have no length.
-
-    Args:
-      named: the arguments by their names.
-      batch: the names of those that are the batch.
-      k: the number of micro-batches.
-      todo: what to do if the argument of a name is the batch.
-    """
-
-    def lengths(name: str) -> list[int]:
-        shapes = [
-            np.shape(x) for x in jax.tree.leaves(named[name]) if not is_raw_key(x)
-        ]
-        return sorted({x[0] for x in shapes if x and isinstance(x[0], int)})
-
-    each = {name: lengths(name) for name in batch}
-    of_batch = set(itertools.chain(*each.values()))
-    of_rows = {n[0] for n in each.values() if len(n) == 1 and n[0] >= k}
-    for name, some in each.items() if of_rows else ():
-        if len(some) > 1 and of_rows.isdisjoint(some):
-            return (
-                f" {name} has leaves of {some[0]} and {some[1]} rows: if they are "
-                "parameters, such as those of a reference model, take it out of "
-                "batch_argnums."
-            )
-    least = max(k, 2)
-    if len(of_batch) == 1:  # it may be right, unless it is shorter
-        least = max(least, *of_batch) if of_rows else least
-    for name in named:
-        some = [] if name in batch else lengths(name)
-        if len(some) == 1 and some[0] >= least and of_batch.isdisjoint(some):
-            came = " and ".join(f"{x} has {_of_lengths(n)}" for x, n in each.items())
-            return (
-                f" But {came}, {name} has {some[0]:,} in all: is that the batch? "
-                f"{todo(name)}"
-            )
-    return ""
-
-
-def of_other_axes(batch: Any, k: int) -> str:
-    """A question on the axes, if the rows of one leaf may lie along another axis."""
-    leaves, structure = jax.tree.flatten(batch)
-    shapes = [np.shape(x) for x in leaves]
-    first = {x[:1] for x in shapes}
-    common = set(shapes[0]).intersection(*shapes[1:]) if shapes else set()
-    common = {n for n in common if isinstance(n, int) and n >= max(k, 2)}
-    for n in sorted(common) if len(first) > 1 else ():
-        if (n,) in first:
-            axes = structure.unflatten([x.index(n) for x in shapes])
-            return (
-                f" But each leaf has an axis of {n:,}: are these the rows? Pass "
-                f"batch_axes={axes!r}."
-            )
-    return ""
-
-
 def of_list(batch: Any, k: int) -> str:
     """A question on a list of rows, each a tree, in place of a tree of arrays."""
     if not (isinstance(batch, (list, tuple)) and len(batch) >= max(k, 3)):
@@ -237,22 +169,6 @@ def of_list(batch: Any, k: int) -> str:
 def or_else(question: str, todo: str) -> str:
     """A question, if there is one, and how the advice on its other answer begins."""
     return f"{question} If not, {todo.lower()}" if question else f" {todo}"
-
-
-def _of_lengths(lengths: Sequence[int]) -> str:
-    """The lengths of leaves in words, four of them at most."""
-    some = [f"{n:,}" for n in lengths[:4]]
-    if len(lengths) > 4:
-        some.append(f"{len(lengths) - 4} more")
-    if len(some) < 2:
-        return f"leaves of length {some[0]}" if some else "no rows"
-    return f"leaves of lengths {', '.join(some[:-1])} and {some[-1]}"
-
-
-def is_sequence(batch: Sequence[Any], number: int) -> bool:
-    """True if each leaf has one row, and so many numbers along axis 1."""
-    shapes = map(np.shape, batch)
-    return all(x[:1] == (1,) and (*x, 0, 0)[1] >= number for x in shapes)
 
 
 def check_num_microbatches(value: Any) -> int:
@@ -304,29 +220,6 @@ def check_arrays(name: str, tree: Any, todo: str = "") -> None:
                 f"{leaf_of} must be an array or a number, but it is of type "
                 f"{type(x).__name__}{dtype}. {todo}"
             ) from None
-
-
-def check_no_lists(name: str, tree: Any, axes: Iterator[int | None]) -> None:
-    """Raises if a list of numbers or texts is to be split: each would be a leaf.
-
-    `axes` goes on after the leaves of the tree, with an axis or None for each.
-    """
-
-    def is_list(x: Any) -> bool:
-        some = isinstance(x, list) and len(x) > 1
-        return some and jax.tree_util.all_leaves(x) and not any(map(np.ndim, x))
-
-    for x in jax.tree.leaves(tree, is_leaf=is_list):
-        inside = [*itertools.islice(axes, len(x) if is_list(x) else 1)]
-        if all(axis is None for axis in inside) or not is_list(x):
-            continue
-        texts = any(isinstance(leaf, str) for leaf in x)
-        todo = "Pass numbers for them, such as token ids, or None in batch_axes"
-        raise TypeError(
-            f"The batch must hold arrays, but {name} has a list of {len(x)} "
-            f"{'strings' if texts else 'numbers'} in it, and each of them would be a "
-            f"leaf. {todo if texts else 'Pass jnp.asarray of it'}."
-        )
 
 
 def check_no_types(name: str, tree: Any) -> None:

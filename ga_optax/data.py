@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ._checks import brief, check_int, check_step, is_key
+from ._checks import brief, check_int, check_integer, is_key
 
 __all__ = ["epoch_indices", "window_indices"]
 
@@ -143,7 +143,7 @@ def _checked(key: Any, step: Any, *sizes: Any) -> tuple[jax.Array, int, int, int
             f"batch_size={batch_size}. Change one of them."
         )
     todo = "Count the steps from 0."
-    check_step(step, todo)
+    check_integer("step", step, todo)
     # Reading the value of a JAX array could wait for the device.
     if not isinstance(step, jax.Array) and not 0 <= int(step) < 2**32:
         raise ValueError(f"step must be from 0 to 2^32 - 1, but it is {step}. {todo}")

@@ -85,9 +85,6 @@ def axes_of(call: Call, hint: bool) -> list[int | None]:
         ) from None
     named = named_batch(call)
     leaf_axes = jax.tree.structure(batch).flatten_up_to(of_leaves)
-    of_leaves = iter(leaf_axes)
-    for place in call.roles["batch_argnums"]:
-        _checks.check_no_lists(argument(place), call.at(place), of_leaves)
     for i, ((name, x), axis) in enumerate(zip(named, leaf_axes, strict=True)):
         if axis is None:
             continue
@@ -116,7 +113,8 @@ def checked_split(call: Call, hint: bool) -> Call:
     rows, came, todo = counted_rows(call, hint)
     if hint:
         _warn_of_rows(call, rows, came)
-        call = _with_whole_keys(call, rows)
+        is_split = lambda x, _: not is_raw_key(x) or np.shape(x)[0] == rows  # noqa: E731
+        call = _split_where(call, is_split)
     if hint and call.options.argnums != ():
         note_batch(rows * (call.devices.number if call.devices.bound else 1))
     devices, kind = _num_splits(call)
@@ -142,8 +140,11 @@ def checked_split(call: Call, hint: bool) -> Call:
         options = options._replace(num_microbatches=number, microbatch_size=None)
         call = call._replace(options=options)
     if may_rest and options.num_microbatches > rows:
-        most = rows, f"the number of rows, but {came}", todo
-        _quotient(call, "num_microbatches", options.num_microbatches, most, False)
+        use = _checks.or_else(call.question, "Use")
+        raise ValueError(
+            f"num_microbatches={options.num_microbatches} must be at most the number "
+            f"of rows, but {came}.{use} {rows} or fewer{todo}. {_OF_ONE}"
+        )
     if may_rest and options.num_microbatches < rows:
         call = call.in_pieces(rows, options.num_microbatches)
     k = call.options.num_microbatches
@@ -154,39 +155,33 @@ def checked_split(call: Call, hint: bool) -> Call:
         _check_one_length(call, rows, came)
         if devices * k > 1:
             _check_no_batch(call, rows)
-    if not isinstance(part, int) and not _holds(lambda: part % k == 0):
-        raise ValueError(
-            f"num_microbatches={k} must divide the batch axis, but {came}. Export a "
-            f'dimension that it divides, such as jax.export.symbolic_shape("{k}*b").'
-        )
     if not call.rest:
         _quotient(call, "num_microbatches", k, of_device)
     return call
 
 
-def _quotient(
-    call: Call,
-    option: str,
-    number: int,
-    rows: tuple[int, str, str],
-    divides: bool = True,
-) -> int:
-    """The number of rows over `number`; raises if `number` does not divide it.
+_OF_ONE = (
+    "One example, or one sequence, has no rows: give each leaf a batch axis, or name "
+    "another one in batch_axes."
+)
 
-    If it need not divide it, the error is that it is larger.
-    """
+
+def _quotient(call: Call, option: str, number: int, rows: tuple[int, str, str]) -> int:
+    """The number of rows over `number`; raises if `number` does not divide it."""
     part, what, todo = rows
+    if not isinstance(part, int) and not _holds(lambda: part % number == 0):
+        raise ValueError(
+            f"{option}={number} must divide {what}. Export a dimension that it "
+            f'divides, such as jax.export.symbolic_shape("{number}*b").'
+        )
     if part % number:
         nearest = sorted(divisors(part), key=lambda d: abs(d - number))[:8]
-        use = one_of(sorted(nearest)) if divides else f"{part} or fewer"
-        if number > part and _checks.is_sequence(call.batch, number):
-            todo += ". Is it one sequence? Its tokens lie along axis 1: batch_axes=1"
-        use = f"{_checks.or_else(call.question, 'Use')} {use}{todo}."
-        use += f" {uneven(part, number)}" * divides
-        if number > part and not call.question:
-            use += " One example alone has no rows: give each leaf a batch axis."
-        must = "divide" if divides else "be at most"
-        raise ValueError(f"{option}={number} must {must} {what}.{use}")
+        use = _checks.or_else(call.question, "Use")
+        more = f" {_OF_ONE}" if number > part and not call.question else ""
+        raise ValueError(
+            f"{option}={number} must divide {what}.{use} {one_of(sorted(nearest))}"
+            f"{todo}. {uneven(part, number)}{more}"
+        )
     return part // number
 
 
@@ -205,7 +200,16 @@ def counted_rows(call: Call, hint: bool) -> tuple[int, str, str]:
     """
     leaves = _with_axes(call)
     if not leaves:
-        raise _no_rows(call)
+        places = call.roles["batch_argnums"]
+        came = " and ".join(
+            f"{argument(i)} is {_checks.brief(call.at(i))}" for i in places
+        )
+        raise ValueError(
+            "batch_argnums must name arguments that hold arrays with rows, but "
+            f"{came}, and batch_axes is {call.options.batch_axes!r}. Pass the batch in "
+            "that argument, name another one in batch_argnums, or give the leaves with "
+            f"rows their axis.{call.question}"
+        )
     sizes: dict[Any, int] = {}
     for _, x, length in leaves:
         sizes[length] = sizes.get(length, 0) + (
@@ -226,34 +230,14 @@ def counted_rows(call: Call, hint: bool) -> tuple[int, str, str]:
     return rows, came, other if len(sizes) > 1 else ""
 
 
-def _no_rows(call: Call) -> ValueError:
-    """The error that no leaf of the batch has rows; the error names what came."""
-    came = []
-    todo = "Pass the batch in that argument, or name another one in batch_argnums"
-    for i in call.roles["batch_argnums"]:
-        tree, leaves = call.at(i), named_leaves(call.at(i))
-        if tree is None:
-            came.append(f"{argument(i)} is None")
-        elif not leaves:
-            came.append(f"{argument(i)} is a {type(tree).__name__} without leaves")
-        elif any(np.ndim(x) for _, x in leaves if is_array(x)):
-            came.append(f"batch_axes gives None to all leaves of {argument(i)}")
-            todo = "Give the leaves with rows their axis"
-        else:
-            [(name, x), *_] = leaves
-            kind = "is a scalar" if is_array(x) else f"is of type {type(x).__name__}"
-            came.append(f"{argument(i)} holds none with an axis: {name} {kind}")
-    return ValueError(
-        "batch_argnums must name arguments that hold arrays, but "
-        f"{' and '.join(came)}. {todo}.{call.question}"
-    )
+def _split_where(call: Call, is_split: Callable[[Any, int], bool]) -> Call:
+    """The call, in which other leaves of the batch go whole.
 
-
-def _with_whole_keys(call: Call, rows: int) -> Call:
-    """The call, in which raw keys that are not as long as the batch go whole."""
+    `is_split` is asked of a leaf and its axis.
+    """
     leaves = jax.tree.leaves(call.role("batch_argnums"))
     axes = [
-        None if axis is not None and is_raw_key(x) and np.shape(x)[0] != rows else axis
+        axis if axis is not None and is_split(x, axis) else None
         for x, axis in zip(leaves, call.batch_axes, strict=True)
     ]
     return call._replace(batch_axes=axes)
@@ -277,13 +261,15 @@ def _as_they_divide(call: Call, rows: int, parts: int) -> Call:
     """The call, in which leaves that do not divide go whole, and others have a role.
 
     An argument without a role that has the batch's rows in all of its leaves has one.
+    With 0 `parts` micro-batches have the rows of the batch alone.
     """
-    leaves = jax.tree.leaves(call.role("batch_argnums"))
-    axes = [
-        None if axis is None or not _is_split(np.shape(x)[axis], rows, parts) else axis
-        for x, axis in zip(leaves, call.batch_axes, strict=True)
-    ]
-    call = call._replace(batch_axes=axes)
+
+    def is_split(x: Any, axis: int) -> bool:
+        n = np.shape(x)[axis]
+        is_one = _holds(lambda: n == rows)
+        return is_one or (parts > 0 and _holds(lambda: n > 0 and n % parts == 0))
+
+    call = _split_where(call, is_split)
     [axis, *others] = dict.fromkeys(call.split_axes)
     axis = 0 if others else axis
     for place in call.without_role:
@@ -294,8 +280,6 @@ def _as_they_divide(call: Call, rows: int, parts: int) -> Call:
                 roles=call.roles | {"batch_argnums": batch},
                 batch_axes=[*call.batch_axes, *[axis] * len(leaves)],
             )
-        else:
-            _warn_of_role(call, place, rows)
     return call
 
 
@@ -323,33 +307,6 @@ def _warn_of_rows(call: Call, rows: Any, came: str) -> None:
             "in batch_axes; the gradient is right anyway, but may save nothing."
             f"{call.question}"
         )
-
-
-def _is_split(n: Any, rows: Any, parts: int) -> bool:
-    """True if a leaf of n rows is split: as the rows of the batch, or divisible.
-
-    With 0 `parts` micro-batches have the rows of the batch alone.
-    """
-    is_one = _holds(lambda: n == rows)
-    return is_one or (parts > 0 and _holds(lambda: n > 0 and n % parts == 0))
-
-
-def _warn_of_role(call: Call, place: Argument, rows: int) -> None:
-    """Warns if an argument without a role has more rows than the batch."""
-    lengths = {np.shape(x)[:1] for x in jax.tree.leaves(call.at(place))}
-    if len(lengths) != 1 or max(map(jnp.ndim, call.batch)) > 1:
-        return
-    [length] = lengths
-    if not (length and _holds(lambda: length[0] > rows)):
-        return
-    split = " and ".join(map(argument, call.roles["batch_argnums"]))
-    option = "batch_argnames" if isinstance(place, str) else "batch_argnums"
-    warn_once(
-        f"What is split should be the batch, but {split} has {rows} rows, and "
-        f"{argument(place)}, which is not split, has {length[0]} along axis 0 of every "
-        f"leaf. If that is the batch, pass {option}={place!r}; the gradient is right "
-        "anyway, but saves nothing."
-    )
 
 
 def _holds(test: Callable[[], Any]) -> bool:

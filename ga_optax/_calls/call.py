@@ -24,7 +24,7 @@ from .._devices import collectives
 from .._devices.record import Devices
 from .._loop import micro_step
 from .._passes.equation import Divided
-from .._text import is_first, warn, warn_once
+from .._text import is_first, listed, warn, warn_once
 from . import batches
 from .options import ROLES, Argument, Options
 
@@ -345,34 +345,40 @@ def call_of(
 def _question_on_batch(call: Call, hint: bool) -> str:
     """A question on what may be the batch, or its rows, if the batch looks odd.
 
-    Warns if it is asked in any case, and nothing would raise.
+    Another argument may be the batch if it has as many rows in all of its leaves, as
+    many as there are micro-batches or more, and the batch has leaves of other lengths.
+    Warns if the question is asked in any case, and nothing would raise.
     """
-    batch, params = call.roles["batch_argnums"], call.roles.get("argnums", ())
-    number, others = call.options.num_microbatches or 1, call.without_role
+    number, others = call.options.num_microbatches, call.without_role
     trees = call.role("batch_argnums")
     lengths = {(*np.shape(x), 0)[0] for x in jax.tree.leaves(trees)}
     # A size that `jax.export` leaves open is no int.
-    if len(lengths) == 1 and not others:
-        [n] = lengths
-        if not isinstance(n, int) or n >= number:
-            return ""
+    is_right = all(not isinstance(n, int) or n >= number for n in lengths)
+    params = () if is_right and len(lengths) == 1 else call.roles["argnums"]
+    each = {i: _lengths(call.at(i)) for i in call.roles["batch_argnums"]}
+    of_batch = set(itertools.chain(*each.values()))
+    # One length may be right, unless it is shorter.
+    least = max(number, 2, *(of_batch if len(of_batch) == 1 else ()))
     # A batch comes last. The variables of a Flax module are no argument of the user's.
-    places = *reversed(others), *params, *batch
-    of_name = {f"argument {i!r}": i for i in places if i != "nnx_variables"}
-
-    def todo(name: str) -> str:
-        place = of_name[name]
-        option = "batch_argnames" if isinstance(place, str) else "batch_argnums"
-        if place in params:
-            return f"Then swap the arguments, or name that one in {option}."
-        return f"Pass {option}={place!r}."
-
-    named = {name: call.at(i) for name, i in of_name.items()}
-    question = _checks.or_another(named, list(named)[-len(batch) :], number, todo)
-    if question:
-        _warn_of_copies(call, question)
-    if question or len(batch) > 1 or not isinstance(call.options.batch_axes, int):
-        return question
+    for i in (*reversed(others), *params):
+        some = _lengths(call.at(i)) if i != "nnx_variables" else []
+        if len(some) == 1 and some[0] >= least and of_batch.isdisjoint(some):
+            came = " and ".join(
+                f"{batches.argument(j)} has leaves of length {listed(n) or 'none'}"
+                for j, n in each.items()
+            )
+            option = "batch_argnames" if isinstance(i, str) else "batch_argnums"
+            todo = f"Pass {option}={i!r}."
+            if i in params:
+                todo = f"Then swap the arguments, or name that one in {option}."
+            question = (
+                f" But {came}, {batches.argument(i)} has {some[0]:,} in all: is that "
+                f"the batch? {todo}"
+            )
+            _warn_of_copies(call, question)
+            return question
+    if len(each) > 1 or not isinstance(call.options.batch_axes, int):
+        return ""
     [tree], asked = trees, call.options.asked
     rows = _checks.of_list(tree, number)
     if rows and hint and asked != ("num_microbatches", 1):
@@ -380,7 +386,13 @@ def _question_on_batch(call: Call, hint: bool) -> str:
             f"What is split should be arrays with an axis of rows.{rows} What comes "
             "out is right anyway, but saves nothing."
         )
-    return rows or _checks.of_other_axes(tree, number)
+    return rows
+
+
+def _lengths(tree: Any) -> list[int]:
+    """The lengths of the leaves along axis 0; scalars and keys have none."""
+    shapes = [np.shape(x) for x in jax.tree.leaves(tree) if not _checks.is_raw_key(x)]
+    return sorted({x[0] for x in shapes if x and isinstance(x[0], int)})
 
 
 def _warn_of_copies(call: Call, question: str) -> None:
@@ -468,18 +480,18 @@ def taken_apart(
     With `any_aux` its leaves may be anything, for they come back as they are.
     """
     carries, has_aux = options.carries, options.has_aux
-    form, loss, carry, aux = "the loss", out, (), ()
+    loss, carry, aux = out, (), ()
+    form = _FORMS[carries, has_aux]
     if carries and has_aux:
-        form = "(loss, (carry, aux)) with carry_argnums and has_aux=True"
         loss, rest = _pair(out, form)
         carry, aux = _pair(rest, form)
     elif carries:
-        form = "(loss, carry) with carry_argnums"
         loss, carry = _pair(out, form)
     elif has_aux:
-        form = "(loss, aux) with has_aux=True"
         loss, aux = _pair(out, form)
-    check_values("The leaves of aux", aux, any_aux)
+    if not any_aux:
+        todo = "Leave it out, or return a number in its place."
+        _checks.check_arrays("the aux that fun returns", aux, todo)
     check_number(loss, form)
     shape, dtype = jnp.shape(loss), jnp.result_type(loss)
     if shape != ():
@@ -493,92 +505,47 @@ def taken_apart(
             f"{dtype}. Return a complex loss, or leave holomorphic out."
         )
     if not (options.holomorphic or jnp.issubdtype(dtype, jnp.floating)):
-        todo = "Cast it to float32."
-        if is_complex:
-            todo = (
-                "Return its real part, or pass holomorphic=True, which "
-                "ga_optax.value_and_grad has."
-            )
         raise TypeError(
-            f"The loss must be real and floating, but it has dtype {dtype}. {todo}"
+            f"The loss must be real and floating, but it has dtype {dtype}. Cast it to "
+            "float32, or return its real part, or pass holomorphic=True, which "
+            "ga_optax.value_and_grad has."
         )
     return loss, (carry,) if isinstance(options.carry_argnums, int) else carry, aux
 
 
+# What `fun` returns, by whether there are a carry and an aux.
+_FORMS = {
+    (False, False): "the loss",
+    (False, True): "(loss, aux) with has_aux=True",
+    (True, False): "(loss, carry) with carry_argnums",
+    (True, True): "(loss, (carry, aux)) with carry_argnums and has_aux=True",
+}
+
+
 def check_number(loss: Any, form: str = "the loss") -> None:
     """Raises unless a loss, returned in this form, is an array or a number."""
-    if isinstance(loss, (jax.Array, np.ndarray, np.generic, int, float, complex)):
-        return
-    todo = "Return a number there."
-    if loss is None:
-        todo = "Is a return missing?"
-    elif form == "the loss" and isinstance(loss, (tuple, list)):
-        todo = "Pass has_aux=True if it returns (loss, aux), or return the loss alone."
-    raise TypeError(f"fun must return {form}, but its loss is {_kind(loss)}. {todo}")
-
-
-def check_values(what: str, tree: Any, any_leaf: bool = False) -> None:
-    """Raises unless each leaf is a value that has a type in JAX.
-
-    With `any_leaf` a leaf may be anything but a `jax.ShapeDtypeStruct`.
-    """
-    for name, leaf in _checks.named_leaves(tree):
-        is_type = isinstance(leaf, jax.ShapeDtypeStruct)
-        if is_type or not (any_leaf or _has_type(leaf)):
-            raise TypeError(
-                f"{what} must be arrays or numbers, but {name} is {leaf!r}. Leave it "
-                "out, or return a number in its place."
-            )
-
-
-def _has_type(leaf: Any) -> bool:
-    try:
-        jax.typeof(leaf)
-    except TypeError:
-        return False
-    return True
+    if not isinstance(loss, (jax.Array, np.ndarray, np.generic, int, float, complex)):
+        raise TypeError(
+            f"fun must return {form}, but its loss is {_checks.brief(loss)}. Return a "
+            "number there. Pass has_aux=True if fun returns (loss, aux)."
+        )
 
 
 def _pair(out: Any, form: str) -> tuple[Any, Any]:
     if isinstance(out, (tuple, list)) and len(out) == 2:
         return out[0], out[1]
-    options = form.partition(" with ")[2]
-    todo = (
-        "Is a return missing?"
-        if out is None
-        else f"Return such a pair, or leave out {options}."
+    raise TypeError(
+        f"fun must return {form}, but it returned {_checks.brief(out)}. Return such a "
+        "pair, or leave out the option."
     )
-    raise TypeError(f"fun must return {form}, but it returned {_kind(out)}. {todo}")
-
-
-def _kind(out: Any) -> str:
-    """A result of `fun`, in words."""
-    if out is None:
-        return "None"
-    if isinstance(out, (jax.Array, np.ndarray)):
-        return f"an array of shape {np.shape(out)}"
-    if isinstance(out, (tuple, list)):
-        return f"a {type(out).__name__} of {len(out)}"
-    return f"an object of type {type(out).__name__}"
 
 
 def check_carry(old: Any, new: Any) -> None:
+    """Raises unless a carry has the tree, shapes and dtypes that it came with."""
     todo = "Return each carried argument with the tree, shapes and dtypes it came with."
-    _checks.check_structure(
-        old, new, name="The carry", expected="its arguments", todo=todo
-    )
-    for (name, want), got in zip(
-        _checks.named_leaves(old), jax.tree.leaves(new), strict=True
-    ):
-        due, came = (
-            f"shape {jnp.shape(x)} and dtype {jnp.result_type(x).name}"
-            for x in (want, got)
-        )
-        if came != due:
-            raise ValueError(
-                f"The carry must keep the {due} of {name}, but fun returned {came} "
-                f"there. {todo}"
-            )
+    texts = {"name": "the carry", "expected": "its arguments", "todo": todo}
+    _checks.check_leaves(old, new, **texts)
+    _checks.check_dtypes(old, new, **texts)
 
 
 # -- Of any aux ------------------------------------------------------------------------

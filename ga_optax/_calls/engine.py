@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from .. import accumulator
+from .. import _checks, accumulator
 from .._devices import collectives, meshes
 from .._devices.record import Devices
 from .._loop import loop
@@ -30,7 +30,7 @@ from .._window.levels import Evaluation, MeetingLoss
 from .._window.report import log_report
 from .._window.run import is_small, plan_window, run_window
 from . import regions, rows, undivided
-from .call import Call, call_of, check_values
+from .call import Call, call_of
 from .regions import REPLICATED, ManualAxisError
 from .undivided import AllRows, Pair
 
@@ -125,8 +125,8 @@ def value_and_grad(
 ) -> Pair:
     """`((loss, aux), gradients)` of a call whose function returns `(loss, aux)`.
 
-    With `call.sums` gradients are a pair: gradients of the parameters, and gradients of
-    leaves of the batch. `over` runs the micro-batch, by default `over_micro_batches`.
+    Gradients of leaves of the batch come last, see `call.rows`. `over` runs the
+    micro-batch, by default `over_micro_batches`.
     """
     if call.is_undivided:
         return undivided.undivided(call, AllRows("there is one micro-batch"))
@@ -184,9 +184,10 @@ def over_micro_batches(micro_batch: MicroBatch) -> Pair:
     )
     leaves = rows.returned(call, part, closed.jaxpr, outcome.results, membership)
     value = jax.tree.structure(out).unflatten(leaves)
-    if not call.sums:
+    if not call.rows:
         return value, outcome.acc
-    return value, (outcome.acc, rows.gradients_of_rows(call, outcome.rows, membership))
+    of_rows = rows.gradients_of_rows(call, outcome.rows, membership)
+    return value, (*outcome.acc, *of_rows)
 
 
 def _over_replicas(micro_batch: MicroBatch) -> MicroBatch:
@@ -470,7 +471,8 @@ def of_call(call: Call, remat: bool | None, size: int | None = None) -> Any:
 
     def of_args(*args: Any, **kwargs: Any) -> Any:
         out = fun(*args, **kwargs)
-        check_values("What fun returns", out)
+        todo = "Leave it out, or return a number in its place."
+        _checks.check_arrays("what fun returns", out, todo)
         return out
 
     def flat(*xs: Any) -> Any:
@@ -637,15 +639,11 @@ def _axes_of_results(like: Call, divided: Divided) -> list[int | None]:
         call = call_of(like, undivided.with_loss(divided.flat), divided, xs)
         if call.devices.bound or call.devices.by is meshes.By.NOBODY:
             return
-        traced = trace(call)
-
-        def find() -> None:
-            of_one = partition(traced)
+        of_one, error = undivided.tried(partition, trace(call))
+        if error is None:  # else no results have rows
             types, membership = of_one.closed.out_avals, of_one.membership
             by_place = rows.axes_of_results(call, of_one.part, types, membership)
             axes[:] = by_place[1:]
-
-        undivided.tried(find)  # if it fails, no results have rows
 
     jax.eval_shape(in_layouts, *divided.types)
     return axes
@@ -669,9 +667,9 @@ def _gradient(like: Call, divided: Divided, xs: Sequence[Any]) -> list[Any]:
         return functools.reduce(jnp.add, terms), rest
 
     call = call_of(like, loss, divided, xs, gradient.wrt)
-    (_, out), (grads, of_rows) = value_and_grad(call)
-    by_place = dict(zip(call.roles["argnums"], grads, strict=True))
-    by_place |= zip(call.roles["batch_argnums"], of_rows, strict=False)
+    (_, out), grads = value_and_grad(call)
+    places = *call.roles["argnums"], *call.roles["batch_argnums"]
+    by_place = dict(zip(places, grads, strict=False))
     types = divided.results[len(gradient.outs) :]
     pairs = zip(gradient.wrt, types, strict=True)
     grads = [by_place[i].astype(x.dtype) for i, x in pairs]

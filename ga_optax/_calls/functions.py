@@ -7,7 +7,6 @@ Each checks its arguments and goes through the stations of `engine`.
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -223,7 +222,6 @@ def microbatch(
 
     @functools.wraps(fun)
     def microbatch_fun(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _by_position(fun, args, kwargs)
         call = Call.of(options, args, kwargs, hint=True)
         return engine.of_call(call, remat, options.microbatch_size)
 
@@ -231,26 +229,6 @@ def microbatch(
 
 
 _TODO = "Pass what is to run over micro-batches."
-
-
-def _by_position(
-    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments, by position where `fun` takes these by position."""
-    if not kwargs:
-        return args, kwargs
-    try:
-        signature = inspect.signature(fun)
-        bound = signature.bind(*args, **kwargs)
-    except (TypeError, ValueError):
-        return args, kwargs
-    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    places = [p for p in signature.parameters.values() if p.kind in kinds]
-    # A default fills a gap before the last argument that came, and nothing behind it.
-    while places and places[-1].name not in bound.arguments:
-        places.pop()
-    bound.arguments = {p.name: p.default for p in places} | bound.arguments
-    return bound.args, bound.kwargs
 
 
 # == `batch_dependencies` ==============================================================
@@ -336,18 +314,12 @@ class BatchDependencies:
             for name, line, nbytes in dict.fromkeys(notes)
         ]
         lines = ruled([("what meets", *_HEADER, "line"), *rows], left=(0, 4))
-        room = f", in about {self.peak_bytes:,} bytes" if self.peak_bytes else ""
-        end = f"In all: {passes}{room}."
+        end = self._in_all
         if self.more_room:
             end += " " + report.room_sentence(self.more_room)
-        todo = [
-            *undivided.advice_on_primitives(self.whole),
-        ]
         runs = self.forward_passes or self.backward_passes
         end = f"{end} {self._layout}" if runs else self._layout
-        texts = filter(
-            None, (_LEGEND, *todo, end, undivided.advice_on_hidden(self.whole))
-        )
+        texts = _LEGEND, end, *undivided.advice(self.whole)
         below = (line for text in texts for line in wrap(text))
         return "\n".join([*lines, "", *below])
 
@@ -355,9 +327,7 @@ class BatchDependencies:
     def details(self) -> str:
         """The plan in full, to find a wrong number: each loop, with its values."""
         head = str(self) if self.undivided else _HOLDS
-        texts = [head, *map(str, self.stages)]
-        room = f", in about {self.peak_bytes:,} bytes" if self.peak_bytes else ""
-        return "\n\n".join([*texts, f"In all: {self._passes}{room}."])
+        return "\n\n".join([head, *map(str, self.stages), self._in_all])
 
     @property
     def _passes(self) -> str:
@@ -367,11 +337,13 @@ class BatchDependencies:
         )
 
     @property
+    def _in_all(self) -> str:
+        room = f", in about {self.peak_bytes:,} bytes" if self.peak_bytes else ""
+        return f"In all: {self._passes}{room}."
+
+    @property
     def _notes(self) -> dict[str, list[Note]]:
-        return {
-            "computed whole": self.whole,
-            "promised": self.promised,
-        }
+        return {"computed whole": self.whole, "promised": self.promised}
 
     @property
     def _layout(self) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
@@ -19,18 +18,7 @@ ROLES = ("argnums", "batch_argnums", "rng_argnums", "carry_argnums")
 # Keywords may have two of them, under these options.
 NAMES = {"batch_argnums": "batch_argnames", "rng_argnums": "rng_argnames"}
 
-# What to do for a gradient of the batch itself.
-_OF_BATCH = (
-    "; or differentiate what is split, "
-    "jax.value_and_grad(ga_optax.microbatch(fun, num_microbatches), argnums)"
-)
-
-_BOOLS = {
-    "has_aux": "Pass True if fun returns (loss, aux), or leave it out.",
-    "holomorphic": "Pass True for a complex loss, or leave it out.",
-    "allow_int": "Pass True if parameters hold integers, or leave it out.",
-    "optimize": "Pass False for the plain scan, or leave it out.",
-}
+_BOOLS = ("has_aux", "holomorphic", "allow_int", "optimize")
 
 Argument = int | str  # of the call: its position, or its keyword
 
@@ -75,9 +63,9 @@ class Options(NamedTuple):
             _checks.check_callable(
                 "weight_fn", self.weight_fn, "of the batch arguments", todo
             )
-        for name, todo in _BOOLS.items():
-            if not isinstance(value := getattr(self, name), bool):
-                raise TypeError(f"{name} must be a bool, but it is {value!r}. {todo}")
+        for name in _BOOLS:
+            todo = "Pass True or False, or leave it out."
+            _checks.check_type(name, getattr(self, name), bool, todo)
         folds.check_aux(self.aux)
         _check_residual_bytes(self.residual_bytes)
         for axis in jax.tree.leaves(self.batch_axes):
@@ -135,18 +123,13 @@ class Options(NamedTuple):
         number, k = self.num_real_microbatches, self.num_microbatches
         if number is None:
             return
-        dtype = jnp.result_type(number)
-        if jnp.shape(number) or not jnp.issubdtype(dtype, jnp.integer):
-            raise TypeError(
-                "num_real_microbatches must be an integer scalar, static or traced, "
-                f"but it is {number!r}. Pass how many micro-batches hold examples, or "
-                "None for all."
-            )
+        todo = "Pass how many micro-batches hold examples, or None for all."
+        _checks.check_integer("num_real_microbatches", number, todo)
         is_traced = isinstance(number, jax.core.Tracer)
         if not is_traced and not 0 <= np.asarray(number) <= k:
             raise ValueError(
                 f"num_real_microbatches must be from 0 to num_microbatches={k}, but it "
-                f"is {number}. Pass how many micro-batches hold examples."
+                f"is {number}. {todo}"
             )
 
     @property
@@ -170,17 +153,12 @@ class Options(NamedTuple):
                 option = named if isinstance(i, str) else role
                 if num_args is not None:
                     i = place_of(option, i, num_args, keywords, self.fun)
-                if i in owner and owner[i] == option:
-                    raise ValueError(
-                        f"{option} must name each argument once, but it names argument "
-                        f"{i!r} twice. Name it once."
-                    )
                 if i in owner:
-                    both = {owner[i], option}
-                    more = _OF_BATCH if both == {"argnums", "batch_argnums"} else ""
                     raise ValueError(
-                        f"{option} must not overlap {owner[i]}, but both name argument "
-                        f"{i!r}. Give each argument one role{more}."
+                        f"Each argument must have one role, but {owner[i]} and "
+                        f"{option} name argument {i!r}. Name it once; a gradient of "
+                        "what is split is that of jax.value_and_grad("
+                        "ga_optax.microbatch(fun, num_microbatches), argnums)."
                     )
                 owner[i] = option
                 roles[role].append(i)

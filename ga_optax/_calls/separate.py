@@ -226,19 +226,14 @@ _REPLACED = "_overwrite_with_gradient"
 
 def _check_accumulator(acc: Any, args: tuple[Any, ...]) -> None:
     """Raises unless the first argument is an accumulator, and no other one is."""
-    others = [i for i, x in enumerate(args, 1) if isinstance(x, Accumulator)]
-    if isinstance(acc, Accumulator) and not others:
-        return
-    came = f"it is of type {type(acc).__name__}"
-    todo = "Start with acc = accumulator.init(params), and pass it: step(acc, params, "
-    todo += "batch)."
-    if others:
-        came += f", and argument {others[0]} is an accumulator"
-        todo = "The order is accumulate(fun, k)(acc, params, batch)."
-    raise TypeError(
-        "The first argument must be the accumulator to continue, and the only one, but "
-        f"{came}. {todo}"
-    )
+    others = any(isinstance(x, Accumulator) for x in args)
+    if others or not isinstance(acc, Accumulator):
+        came = ", ".join(type(x).__name__ for x in (acc, *args))
+        raise TypeError(
+            "The first argument must be the accumulator to continue, and the only one, "
+            f"but the arguments are of type {came}. Start with acc = accumulator.init("
+            "params). The order is accumulate(fun, k)(acc, params, batch)."
+        )
 
 
 def _check_continues(call: Call, acc: Any) -> None:

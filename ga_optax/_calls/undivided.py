@@ -1,6 +1,5 @@
 """All rows at once: what runs then, what is refused, what is advised."""
 
-import collections
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -45,15 +44,10 @@ def undivided(call: Call, plan: AllRows) -> Pair:
     if of_rows := call.roles["batch_argnums"][: call.rows]:
         argnums = (*call.roles["argnums"], *of_rows)
     if argnums == ():
-        out, grads = fun(*call.args, **call.kwargs), ()
-    else:
-        allow_int = call.options.allow_int
-        of_all = jax.value_and_grad(fun, argnums, has_aux=True, allow_int=allow_int)
-        out, grads = of_all(*call.args, **call.kwargs)
-    if not call.sums:
-        return out, grads
-    number = len(call.roles["argnums"])
-    return out, (grads[:number], grads[number:])
+        return fun(*call.args, **call.kwargs), ()
+    allow_int = call.options.allow_int
+    of_all = jax.value_and_grad(fun, argnums, has_aux=True, allow_int=allow_int)
+    return of_all(*call.args, **call.kwargs)
 
 
 def in_one(call: Call, plan: AllRows) -> Pair:
@@ -153,13 +147,11 @@ def why_undivided(error: Exception, micro_batch: Any) -> str:
     """Why a program is not divided, or cannot be, and what helps."""
     if isinstance(error, TakesMoreError):
         part, question = micro_batch.part, micro_batch.call.question
-        todo = f"{ALONE} ga_optax.batch_dependencies shows the lines."
-        text = f"{error}{question} {todo}"
-        if part.whole:
-            _, what, todo = _whole_in_words(part)
-            each = or_else(question, "Each of them has")
-            text = f"{error}{each} {what}. {todo}"
-        return " ".join(x for x in (text, advice_on_scans(part.jaxpr)) if x)
+        if not part.whole:
+            todo = f"{ALONE} ga_optax.batch_dependencies shows the lines."
+            return f"{error}{question} {todo}"
+        _, what, todo = _whole_in_words(part)
+        return f"{error}{or_else(question, 'Each of them has')} {what}. {todo}"
     if isinstance(error, effects.IndivisibleError):
         return str(error)
     return (
@@ -275,45 +267,23 @@ _OF_ANY_OTHER = (
 _MOST_LINES = 4
 
 
-def advice_on_primitives(whole: Sequence[Note]) -> list[str]:
-    """Returns the advice on the primitives in `_TODO`, each sentence once."""
-    reads = lambda x: x.name.startswith("what ")  # noqa: E731
-    todo = (_OF_EFFECT if reads(x) else _TODO.get(x.name) for x in whole)
+def advice(whole: Sequence[Note]) -> list[str]:
+    """Returns the advice on what is computed whole, each sentence once."""
+    todo = [
+        _OF_EFFECT if x.name.startswith("what ") else _TODO.get(x.name) for x in whole
+    ]
+    hidden = [x for x in whole if effects.hidden_kind(x.name)]
+    if hidden:
+        kinds = dict.fromkeys(str(effects.hidden_kind(x.name)) for x in hidden)
+        pattern = r"(.*?:\d+):\d+ \((.*?)\)"
+        lines = (re.match(pattern, places.short_line(x.line)) for x in hidden)
+        named = dict.fromkeys(f"{x[2]} ({x[1]})" for x in lines if x)
+        todo.append(
+            f"Hidden code ({', '.join(kinds)}) is computed whole: wrap "
+            f"{' and '.join(named) or 'what calls it'} in ga_optax.rowwise if its rows "
+            "do not need each other."
+        )
     return list(dict.fromkeys(filter(None, todo)))
-
-
-def advice_on_scans(jaxpr: core.Jaxpr) -> str:
-    """Returns the advice on scans of JAX along rows; "" if there is no such scan."""
-    met = (e for e in jaxprs.equations(jaxpr) if e.primitive.name in MEETINGS)
-    scans = [e for e in met if places.is_inside(e, jax.lax.associative_scan)]
-    if not scans:
-        return ""
-    line = places.line_of(scans[0].source_info)
-    return (
-        f"jax.lax.associative_scan, at {line}, scans along the rows: with "
-        "ga_optax.associative_scan each micro-batch scans its own, not under jax.vmap."
-    )
-
-
-def advice_on_hidden(whole: Sequence[Note]) -> str:
-    """Returns the advice on code that cannot be read; "" if there is no such code."""
-    hidden = {
-        x: effects.hidden_kind(x.name) for x in whole if effects.hidden_kind(x.name)
-    }
-    if not hidden:
-        return ""
-    counts = collections.Counter(hidden.values())
-    kinds = [f"{n} {kind}{'' if n == 1 else 's'}" for kind, n in counts.items()]
-    are = "is" if len(hidden) == 1 else "are"
-    lines = (
-        re.match(r"(.*?:\d+):\d+ \((.*?)\)", places.short_line(x.line)) for x in hidden
-    )
-    named = dict.fromkeys(f"{x[2]} ({x[1]})" for x in lines if x)
-    what = " and ".join(named) or "what calls it"
-    return (
-        f"{' and '.join(kinds)} {are} computed whole: wrap {what} in ga_optax.rowwise "
-        "if its rows do not need each other."
-    )
 
 
 def warn_of_whole(call: Call, jaxpr: core.Jaxpr, part: Partitioned) -> None:
@@ -357,8 +327,7 @@ def _whole_in_words(part: Partitioned) -> tuple[tuple[str, ...], str, str]:
     some = tuple(dict.fromkeys(lines))[:_MOST_LINES]
     todo = "If rows must meet there, more micro-batches save no memory."
     if part.whole:
-        texts = *advice_on_primitives(part.whole), advice_on_hidden(part.whole)
-        todo = " ".join(filter(None, texts))
+        todo = " ".join(advice(part.whole))
     what = "; ".join(some) + (", computed whole" if part.whole else "")
     return some, what, todo or _OF_ANY_OTHER
 

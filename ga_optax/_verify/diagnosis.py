@@ -21,12 +21,12 @@ from jax.typing import ArrayLike
 
 from .. import _checks, accumulator
 from .._calls import batches
-from .._calls.call import Call, check_parameters
+from .._calls.call import Call, taken_apart
 from .._calls.options import Options
 from .._calls.separate import accumulate
 from .._checks import is_real, named_leaves
 from .._passes import jaxprs
-from .._text import ruled, unfold, warn_once, wrap
+from .._text import ruled, unfold, wrap
 from . import measured
 from .measured import Comparison, Trained, comparing, norm
 from .proof import Proof, prove
@@ -247,18 +247,24 @@ def verify(
     """
 
     def pair(*args: Any) -> Any:
-        """The loss and the weight; `accumulate` raises if there is no pair."""
-        out = aux = fun(*args)
-        if has_aux and not (isinstance(out, (tuple, list)) and len(out) == 2):
-            return out
-        out, *aux = out if has_aux else (out,)
-        return out, _checks.check_weight(weight_fn(args[1], *aux) if weight_fn else 1.0)
+        """The loss and the weight."""
+        loss, _, aux = taken_apart(given, fun(*args), any_aux=True)
+        read = (args[1], aux) if has_aux else args[1:2]
+        return loss, _checks.check_weight(weight_fn(*read) if weight_fn else 1.0)
 
-    _check(fun, params, batch, rng, weight_fn)
+    given = Options(
+        fun,
+        num_microbatches,
+        has_aux=has_aux,
+        batch_axes=batch_axes,
+        weight_fn=weight_fn,
+    ).checked()
+    _checks.check_not_empty("params", params, "Pass the parameters, then the batch.")
+    args = jax.tree.map(_placed, (params, batch))
+    k = given.num_microbatches
+    axes = _axes(Call.of(given, args, {}, hint=True), k)
+    params, batch = jax.tree.map(jnp.asarray, args)
     key = () if rng is None else (rng,)
-    k = _checks.check_num_microbatches(num_microbatches)
-    params, batch = jax.tree.map(_placed, (params, batch))
-    axes = _axes(Options(fun, k, batch_axes=batch_axes).checked(), params, batch)
     options: Any = {"rng_argnums": (2,) * len(key)}
     options["batch_axes"] = jax.tree.structure(batch).unflatten(axes)
     options["weight_fn"] = lambda batch, weight: weight
@@ -273,55 +279,28 @@ def verify(
         return report_of(problem, trained)
 
 
-def _check(fun: Any, params: Any, batch: Any, rng: Any, weight_fn: Any) -> None:
-    """Checks the arguments as far as `accumulate` does not."""
-    _checks.check_callable("fun", fun, "of params and batch", "Pass the loss itself.")
-    if weight_fn is not None:
-        todo = "Pass None to count every micro-batch as 1."
-        _checks.check_callable("weight_fn", weight_fn, "of the micro-batch", todo)
-    _checks.check_not_empty("params", params, "Pass the parameters, then the batch.")
-    _checks.check_not_empty("batch", batch, "Pass the examples along axis 0 of arrays.")
-    check_parameters(0, params)
-    _checks.check_gradients(params, params, name="params", expected="params")
-    for name, tree in (("params", params), ("batch", batch)):
-        _checks.check_no_types(name, tree)
-    if rng is not None:
-        _checks.check_not_empty("rng", rng, "Pass jax.random.key(0), or leave it out.")
-
-
-def _axes(options: Options, params: Any, batch: Any) -> list[int | None]:
+def _axes(call: Call, k: int) -> list[int | None]:
     """The axis along which each leaf is split; None for a leaf without the rows."""
-    call = Call(options, (None, batch), {}, {"batch_argnums": (1,)})
-    call = call._replace(batch_axes=batches.axes_of(call, hint=True))
     rows, came, _ = batches.counted_rows(call, hint=True)
-    k, choices = options.num_microbatches, _checks.divisors(rows)
-    if question := _checks.of_list(batch, k):
-        warn_once(
-            f"The batch should be a tree of arrays with an axis of rows.{question}"
-        )
-    if k not in choices:
-        named = {"params": params, "batch": batch}
-        swapped = _checks.or_another(named, ["batch"], k, lambda _: "Then swap them.")
+    if rows % k:
         raise ValueError(
-            f"num_microbatches={k} must divide the batch axis, but {came}.{swapped} "
-            "verify asks about micro-batches of one size, each by itself, as "
-            "accumulate and MultiSteps add them up: use "
-            f"{_checks.one_of(choices)}. value_and_grad and microbatch take any number "
-            "of rows, and give the undivided gradient."
+            f"num_microbatches={k} must divide the batch axis, but {came}."
+            f"{call.question} verify asks about micro-batches of one size, each by "
+            "itself, as accumulate and MultiSteps add them up: use "
+            f"{_checks.one_of(_checks.divisors(rows))}. value_and_grad and microbatch "
+            "take any number of rows, and give the undivided gradient."
         )
     return [
         None if axis is None or x.shape[axis] != rows else axis
-        for x, axis in zip(jax.tree.leaves(batch), call.batch_axes, strict=True)
+        for x, axis in zip(jax.tree.leaves(call.at(1)), call.batch_axes, strict=True)
     ]
 
 
-def _placed(x: ArrayLike) -> jax.Array:
+def _placed(x: Any) -> Any:
     """An array with the same sharding, of which a slice needs no `out_sharding`."""
-    x = jnp.asarray(x)
-    sharding = getattr(x, "sharding", None)  # float0 has none
-    if isinstance(sharding, NamedSharding):
-        mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
-        x = jax.device_put(x, sharding.update(mesh=mesh))
+    if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding):
+        mesh = Mesh(x.sharding.mesh.devices, x.sharding.mesh.axis_names)
+        return jax.device_put(x, x.sharding.update(mesh=mesh))
     return x
 
 

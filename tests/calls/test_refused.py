@@ -40,7 +40,6 @@ ZEROS = {"a": jnp.zeros(2)}
 LENGTHS = {"a": X, "b": X[:4]}
 CLASSES = {"x": np.ones((16, 4)), "y": np.ones((10, 16))}
 SEQUENCE = {"tokens": np.ones((1, 11), np.float32)}
-REFERENCE = {"w": np.ones((5, 3), np.float32), "b": np.ones(3, np.float32)}
 BASE = {"w": np.ones((16, 8)), "head": np.ones((64, 2)), "layers": np.ones((3, 8))}
 ROWS = np.ones(2048, np.float32)
 RAW_KEY = {"dropout_key": jax.random.PRNGKey(0)}
@@ -70,29 +69,26 @@ def of(*args, fun=untraced, k=2, **options):
 BOTH = """
 k=0 -> V must be at least 1 | it is 0 | 1 is the undivided batch
 k=True -> T must be an int | True of type bool | Pass an int that is known
-W, {} -> V must name arguments that hold | argument 1 is a dict without | Pass the
+W, {} -> V must name arguments that hold arrays with rows | argument 1 is {} | Pass
 W, None -> V must name arguments that hold arrays | argument 1 is None | Pass the batch
-W, X, batch_axes=None -> V hold arrays | None to all leaves of argument 1 | their axis
-W, {"x": X, "id": WORDS}
-  -> T must hold arrays | argument 1 has a list of 8 strings | such as token ids
-W, [1.0] * 8 -> T a list of 8 numbers | Pass jnp.asarray of it
+W, X, batch_axes=None -> V hold arrays with rows | batch_axes is None | their axis
 jax.eval_shape(lambda: W), X -> T argument 0 must | the only leaf is a | Pass arrays
 W, {"x": X, "y": jax.eval_shape(lambda: X)} -> T argument 1 | leaf ['y'] | Pass arrays
 W, X[:0] -> V at least one example | shape (0,) | Skip the call
-argnums=1 -> V batch_argnums must not overlap argnums | name argument 1
-  | Give each argument one role | ga_optax.microbatch(
+argnums=1 -> V Each argument must have one role | argnums and batch_argnums name
+  | argument 1. Name it once | ga_optax.microbatch(
 batch_argnums=() -> V batch_argnums must name | () | Leave it out
 batch_argnums=1.5 -> T an int or a sequence of ints | it is 1.5 | Number the positional
 batch_axes="0" -> T batch_axes must be an int, None, or a | it holds '0' | the axis to
 batch_argnames=3 -> T batch_argnames must be a | it is 3 | Name the keyword arguments
 fun=3 -> T fun must be a function | it is 3 | Pass the loss function
-optimize=1 -> T optimize must be a bool | it is 1 | Pass False for the plain scan
-has_aux="yes" -> T has_aux must be a bool | it is 'yes' | returns (loss, aux)
+optimize=1 -> T optimize must be of type bool | it is 1 | Pass True or False
+has_aux="yes" -> T has_aux must be of type bool | it is 'yes' | Pass True or False
 W, batch=X -> V batch_argnums must | names 1, and the call has 1 | for keywords there is
 W, X, z=1, batch_argnames="y" -> V batch_argnames must | names 'y', and the | Pass that
 {"n": np.int32(1), "w": W}, X
   -> T leaf ['n'] of argument 0 must | dtype int32 | or allow_int=True, which
-argnums=(0, 0) -> V argnums must name each argument once | 0 twice | it once
+argnums=(0, 0) -> V must have one role | argnums and argnums name argument 0. Name it
 {"f": jax.nn.relu}, X -> T must be an array or a number | custom_jvp | eqx.partition
 W, {"a": X, "id": np.array(WORDS)} -> T leaf ['id'] | dtype <U1 | None in batch_axes
 W, X, batch_axes=1 -> V leaf of the batch must have a batch | (8,) | None in batch_axes
@@ -101,26 +97,26 @@ W, {"b": X}, batch_axes={"a": 0} -> V must be a prefix of the | 'a' | Pass an in
   -> V But argument 1 has leaves of length 3, argument 0 has 8 in all: is
   | that the batch? Then swap the arguments, or name that one in batch_argnums.
 W, {"x": X[:3], "y": X[:3]}, k=4 -> V =4 must | leaf ['x'] has shape (3,)
-  | . One example alone has no rows: give each leaf a batch axis.
+  | . One example, or one sequence, has no rows: give each leaf a batch axis
 W, X, fun=lambda w, x: x -> V be a scalar | shape | Return its mean
 W, X, fun=lambda w, x: jnp.int32(1) -> T The loss must be real | dtype int32 | Cast it
 W, X, fun=lambda w, x: jax.lax.complex(loss(w, x), w)
   -> T The loss must be real | dtype complex64 | real part, or pass holomorphic
-W, X, fun=returns(X) -> T fun must return the loss | a tuple of 2 | Pass has_aux=True if
-W, X, fun=lambda w, x: None -> T must return the loss | None. | Is a return mis
-W, X, fun=lambda w, x: {"loss": x} -> T the loss | of type dict | Return a
+W, X, fun=returns(X) -> T must return the loss | a number there. Pass has_aux=True
+W, X, fun=lambda w, x: None -> T must return the loss | its loss is None. | Return
+W, X, fun=lambda w, x: {"loss": x} -> T the loss | {'loss': | Return a
 W, X, fun=loss, has_aux=True
-  -> T return (loss, aux) with has_aux=True | an array of shape () | leave out
+  -> T return (loss, aux) with has_aux=True | float32[] | leave out
 W, X, fun=lambda w, x: (loss(w, x), 1, 2), has_aux=True
-  -> T with has_aux=True | but it returned a tuple of 3. | Return such
+  -> T with has_aux=True | but it returned ( | 1, 2). Return such
 W, X, fun=lambda w, x: None, has_aux=True
-  -> T with has_aux=True | it returned None. | Is a return missing?
+  -> T with has_aux=True | it returned None. | Return such
 """
 
 # Of `accumulate` alone: there what is split decides what comes out.
 EACH = """
 W, BASE, {"x": ROWS, "y": ROWS}, k=32
-  -> V But argument 1 has leaves of lengths 3, 16 and 64, argument 2 has 2,048 in all:
+  -> V But argument 1 has leaves of length 3, 16, 64, argument 2 has 2,048 in all:
   | is that the batch? Pass batch_argnums=2.
 W, BASE, batch={"x": ROWS}, k=5
   -> V argument 'batch' has 2,048 in all: is that the batch? Pass batch_argnames='batch'
@@ -128,18 +124,19 @@ W, IMAGES, k=4
   -> V num_microbatches=4 must | leaf ['image'] has shape | Use 1, 2, 5 or 10. Or drop
   | the last 2 rows, or add 2 rows that a mask leaves out
 W, {"a": X, "id": "a"} -> T leaf ['id'] must be an | of type str | None in batch_axes
+W, {"x": X, "id": WORDS} -> T leaf ['id'][0] must be an | str | None in batch_axes
+W, [1.0] * 8 -> V must have a batch axis | [0] is a scalar | None in batch_axes
 W, CLASSES -> V All leaves of the batch must have one length
-  | say in batch_axes | But each leaf has an axis of 16: are these the rows?
-  | Pass batch_axes={'x': 0, 'y': 1}.
+  | say in batch_axes where they are
 W, [(np.ones(4), np.ones(3))] * 16, k=4 -> V But the batch is a list of 16 | Stack them
 W, LENGTHS -> V All leaves of the batch | leaf ['b'] has shape (4,) | say in batch_axes
 W, {"x": X} | RAW_KEY -> V ['dropout_key'] has shape | name them in rng_argnums
 W, {"a": X, "b": 3.0} -> V must have a batch axis | ['b'] is a sca | Give it None in
-rng_argnums=1 -> V rng_argnums must not overlap | 1 | Give each argument one role
-W, X, rng_argnums=-1 -> V must not | both name | Give each argument one role
-carry_argnums=(2, 1) -> V carry_argnums must not | 1 | Give each argument one role
+rng_argnums=1 -> V one role | batch_argnums and rng_argnums name argument 1. Name it
+W, X, rng_argnums=-1 -> V one role | batch_argnums and rng_argnums name argument 1
+carry_argnums=(2, 1) -> V one role | and carry_argnums name argument 1. Name it once
 batch_argnames="x", rng_argnames="x"
-  -> V rng_argnames must not overlap batch_argnames | 'x' | Give each argument one role
+  -> V one role | batch_argnames and rng_argnames name argument 'x'. Name it once
 rng_argnames=("a", 1) -> T must be a str or a sequence of strs | ('a', 1) | Name the
 W, X, X, rng_argnums=2 -> V must name PRNG keys, or trees of them | shape (8,) | one key
 W, X, {"k": jax.random.split(KEYS["a"], 8)}, rng_argnums=2 -> V must name PRNG keys
@@ -172,41 +169,41 @@ W, X, fun=returns({"a": 1}), has_aux=True, aux={"b": "mean"}
 W, X, fun=returns(KEYS), has_aux=True
   -> T aux="mean" must have numbers | ['a'] of the aux has dtype key | Use "last" or
 W, X, fun=returns({"kept": "text"}), has_aux=True
-  -> T must be arrays or numbers | ['kept'] is 'text' | Leave it out
+  -> T leaf ['kept'] of the aux | of type str | Leave it out
 W, X, X, fun=lambda w, x, c: loss(w, x), carry_argnums=2
-  -> T return (loss, carry) with carry_argnums | it returned | leave out carry
+  -> T return (loss, carry) with carry_argnums | it returned | leave out the
 W, X, W, fun=lambda w, x, c: (loss(w, x), c), carry_argnums=2, has_aux=True
   -> T fun must return (loss, (carry, aux)) with carry_argnums and has_aux=True
-  | it returned | leave out carry_argnums and
+  | it returned | leave out the option
 W, X, ZEROS, fun=returns({"a": jnp.zeros(3)}), carry_argnums=2
-  -> V must keep the shape (2,) | shape (3,)
+  -> V leaf [0]['a'] of the carry must have shape (2,) | shape (3,)
   | Return each carried argument with the tree
 W, X, ZEROS, fun=returns({"a": jnp.zeros(2, "bfloat16")}), carry_argnums=2
   -> V dtype float32 | dtype bfloat16 | the tree, shapes and dtypes it came with
 W, X, ZEROS, fun=returns({"b": jnp.zeros(2)}), carry_argnums=2
-  -> V The carry must have the tree | leaf [0]['a'] is missing | Return each carried
+  -> V the carry must have the tree | leaf [0]['a'] is missing | Return each carried
 W, X, {"f": jnp.tanh}, carry_argnums=2
   -> T leaf ['f'] of argument 2 must be an array or | PjitFunction | Carry arrays alone
 num_real_microbatches=5 -> V num_real_microbatches must be | but it is 5 | Pass how many
-num_real_microbatches=1.5 -> T must be an integer scalar | it is 1.5 | Pass how many
+num_real_microbatches=1.5 -> T must be an integer scalar | dtype float | Pass how many
 """
 
 # Of `value_and_grad` alone.
 LAW = """
 W, {"w": np.ones((3, 9, 9)), "b": W[None]}, {"x": ROWS}, k=4
   -> V =4 must be at most the number of rows, but leaf ['w'] has shape (3, 9, 9). But
-  | argument 1 has leaves of lengths 1 and 3, argument 2 has 2,048 in all: is that the
+  | argument 1 has leaves of length 1, 3, argument 2 has 2,048 in all: is that the
   | batch? Pass batch_argnums=2. If not, use 3 or fewer; or,
 W, CLASSES, k=4, fun=lambda w, b: jnp.std(w * b["y"])
-  -> V =4 must divide | leaf ['y'] has shape (10, 16) | But each leaf has an axis of 16:
-  | are these the rows? Pass batch_axes={'x': 0, 'y': 1}. If not, use 1
+  -> V =4 must divide | leaf ['y'] has shape (10, 16) | Use 1
 W, X, holomorphic=True -> T parameters must be | argument 0 has dtype float32 | leave
 np.complex64(W), X, fun=lambda w, x: loss(w.real, x), holomorphic=True
   -> T The loss must be complex | dtype float32 | leave holomorphic out
 {"f": jnp.tanh}, X, allow_int=True -> T must be an array or a number | PjitFunction
-allow_int=1 -> T allow_int must be a bool | it is 1 | hold integers
-W, "abc" -> V hold arrays | none with an axis: the | is of type str | Pass the batch
-W, {"t": W} -> V hold | none with an axis: leaf ['t'] is a scalar | Pass the batch
+allow_int=1 -> T allow_int must be of type bool | it is 1 | Pass True or False
+W, "abc" -> V hold arrays with rows | argument 1 is 'abc' | Pass the batch
+W, [1.0] * 8 -> V hold arrays with rows | argument 1 is [1.0, | Pass the batch
+W, {"t": W} -> V hold arrays with rows | is {'t': np.float32(2.0)} | Pass the batch
 W, {"table": np.ones(11), "x": X}, fun=lambda w, b: jnp.std(w * b["table"])
   -> V num_microbatches=2 must divide | if rows meet, but leaf ['table'] has shape (11,)
   | rows meet at | Use 1 or 11; or, | leaf ['table'] None in | drop the last row, or
@@ -226,17 +223,13 @@ k=None, microbatch_size=0 -> V microbatch_size must be at least 1 | it is 0
 k=None, microbatch_size=2.0 -> T microbatch_size must be an | 2.0 | Pass how many rows
 W, X, k=9 -> V num_microbatches=9 must be at most the number of rows, but the only leaf
   | of argument 1 has shape (8,). Use 8 or fewer.
-W, SEQUENCE, k=4 -> V (1, 11). Use 1 or fewer. Is it one sequence? Its tokens lie
-  | along axis 1: batch_axes=1. | One example alone
+W, SEQUENCE, k=4 -> V (1, 11). Use 1 or fewer. One example, or one sequence, has no
 W, SEQUENCE, k=4, batch_axes=1, fun=shifted -> V =4 must divide | (1, 11) | rows meet at
   | Use 1 or 11. | If fun cuts labels off a sequence | inputs and labels in the data
 W, X[:7], fun=softmax, k=None, microbatch_size=4
   -> V microbatch_size=4 must divide | if rows meet, but | (7,) | Use 1 or 7.
   | drop the last 3 rows, or add 1 row that
 W, X[:7], fun=softmax, k=5 -> V num_microbatches=5 must divide | rows meet at | 1 or 7.
-W, np.ones((7, 16)), REFERENCE, fun=softmax, k=5, batch_argnums=(1, 2)
-  -> V must divide | argument 2 has leaves of 3 and 5 rows: if they are parameters
-  | of a reference model, take it out of batch_argnums.
 W, X[:7], fun=lambda w, x: jnp.std(w * x), k=None, microbatch_size=2
   -> V microbatch_size=2 must | shape (7,) | rows meet at | Use 1 or 7. | add 1 row
 W, fun=lambda w: jnp.mean(X * w) -> V fun must take its batch: what it closes
@@ -317,18 +310,17 @@ def mapped(make, sync="last", **where):
 
 VERIFY = """
 verify(params={"x": X, "y": X}, batch={"w": np.ones(3), "b": np.ones(5)})
-  -> V batch has leaves of lengths 3 and 5, params has 8 in all: is that the batch?
-  | Then swap them. verify asks
+  -> V argument 1 has leaves of length 3, 5, argument 0 has 8 in all: is that the
+  | batch? Then swap the arguments | verify asks
 verify(k=3) -> V must divide the batch axis | one size | use 1, 2, 4 or 8. | any number
 verify(params={}) -> V params must | this dict has no array
-verify(params={"n": jnp.arange(3)}) -> T leaf ['n'] of params
-verify(batch=()) -> V batch must hold at least one array
-verify(batch=jax.eval_shape(lambda: X)) -> T batch must hold numbers | is a type, | Pass
-verify(batch={"x": 1.0}) -> V ['x'] is a scalar. | Pass the batch
+verify(params={"n": jnp.arange(3)}) -> T leaf ['n'] of argument 0
+verify(batch=()) -> V must name arguments that hold arrays with rows | is ()
+verify(batch=jax.eval_shape(lambda: X)) -> T argument 1 must hold numbers | is a type
+verify(batch={"x": 1.0}) -> V is {'x': 1.0} | Pass the batch
 verify(batch_axes="0") -> T batch_axes must be an int, None, or a tree
 verify(batch_axes={"a": 0}) -> V batch_axes must be a prefix of the batch
 verify(weight_fn=3) -> T weight_fn must be a function
-verify(rng=()) -> V rng must hold at least one array
 verify(rng=jnp.ones(3)) -> V PRNG key
 verify(3) -> T fun must be a function
 verify(lambda w, x: x * w) -> V must be a scalar
@@ -365,7 +357,7 @@ plan(memory_limit=None) -> V memory_limit must be given | "16GiB"
 WORDS_OF_OTHERS = """
 ga.verify(jnp.mean, 1.0, X, 2, rngs=2) -> T rngs was passed | Is it rng?
 ga.value_and_grad(jnp.mean, 2, rows=3) -> T rows was passed | Leave it out.
-ga.microbatch(lambda w, x: "text", 2)(W, X) -> T fun returns must be arrays | only leaf
+ga.microbatch(lambda w, x: "text", 2)(W, X) -> T what fun returns must be an array | str
 ga.microbatch(scaled, 4, batch_argnums=-3)(W, X) -> V names -3, and the call has 2
 ga.microbatch(scaled, 4, batch_argnums=2)(W, 3.0) -> V names 2, and the call has 2
 ga.config.update("optimise", False) -> A The option of ga_optax.config must be
@@ -681,12 +673,12 @@ added(weight=1j) -> T complex
 added(weight=jnp.complex64(1)) -> T real number, but it has dtype complex64 | Pass the
 ga.accumulator.init(DENSE, jnp.int32) -> T floating dtype
 ga.accumulator.init({"w": W, "f": jax.nn.relu}) -> T leaf ['f'] of params must be an arr
-continued(W, W) -> T must be the accumulator to continue | is of type float32. Start
-ga.accumulate(untraced, 2)(DENSE, X) -> T must be the | of type dict. Start with acc =
+continued(W, W) -> T must be the accumulator to continue | of type float32, | Start
+ga.accumulate(untraced, 2)(DENSE, X) -> T must be the | of type dict, | Start with acc =
 ga.accumulate(untraced, 2)(DENSE, ga.accumulator.init(DENSE), X)
-  -> T must be the accumulator to continue | argument 1 is an accumulator. The order is
+  -> T must be the accumulator to continue | dict, Accumulator, ndarray | The order is
 ga.accumulate(untraced, 2)(*[ga.accumulator.init(DENSE)] * 2, X)
-  -> T and the only one | argument 1 is an accumulator. The order is
+  -> T and the only one | of type Accumulator, Accumulator, | The order is
 added((1.0, GRADS)) -> V That is the pair which value_and_grad returns: pass the second
 continued(DENSE, OTHER) -> V ['dense']['kernel'] of the parameters
 continued(DENSE, {"dense": {"bias": ONE}}) -> V ['dense']['kernel'] is missing

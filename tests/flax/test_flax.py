@@ -457,10 +457,10 @@ called({_of}, batch_argnums=-3) -> V names -3, and the call has 2
 """
 for _of in ("value_and_grad", "batch_dependencies"):
     ERRORS += f"""
-called({_of}, pair) -> T loss is a tuple of 2. Pass has_aux=True
+called({_of}, pair) -> T its loss is ( | Pass has_aux=True
 called({_of}, aux="mean") -> T but aux was passed | accumulate has it
 called({_of}, rng_argnums=2) -> T but rng_argnums was passed | accumulate has it
-called({_of}, batch_argnums=0, argnums=1) -> V hold arrays, but argument 0
+called({_of}, batch_argnums=0, argnums=1) -> V arrays with rows, but argument 0
 called({_of}, batch_argnum=1) -> T batch_argnum
 """
 
