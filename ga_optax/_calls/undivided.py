@@ -147,11 +147,13 @@ def why_undivided(error: Exception, micro_batch: Any) -> str:
     """Why a program is not divided, or cannot be, and what helps."""
     if isinstance(error, TakesMoreError):
         part, question = micro_batch.part, micro_batch.call.question
-        if not part.whole:
-            todo = f"{ALONE} ga_optax.batch_dependencies shows the lines."
-            return f"{error}{question} {todo}"
-        _, what, todo = _whole_in_words(part)
-        return f"{error}{or_else(question, 'Each of them has')} {what}. {todo}"
+        todo = f"{ALONE} ga_optax.batch_dependencies shows the lines."
+        text = f"{error}{question} {todo}"
+        if part.whole:
+            _, what, todo = _whole_in_words(part)
+            each = or_else(question, "Each of them has")
+            text = f"{error}{each} {what}. {todo}"
+        return " ".join(x for x in (text, advice_on_scans(part.jaxpr)) if x)
     if isinstance(error, effects.IndivisibleError):
         return str(error)
     return (
@@ -265,6 +267,19 @@ _OF_ANY_OTHER = (
 )
 
 _MOST_LINES = 4
+
+
+def advice_on_scans(jaxpr: core.Jaxpr) -> str:
+    """Returns the advice on scans of JAX along rows; "" if there is no such scan."""
+    met = (e for e in jaxprs.equations(jaxpr) if e.primitive.name in MEETINGS)
+    scans = [e for e in met if places.is_inside(e, jax.lax.associative_scan)]
+    if not scans:
+        return ""
+    line = places.line_of(scans[0].source_info)
+    return (
+        f"jax.lax.associative_scan, at {line}, scans along the rows: with "
+        "ga_optax.associative_scan each micro-batch scans its own, not under jax.vmap."
+    )
 
 
 def advice(whole: Sequence[Note]) -> list[str]:

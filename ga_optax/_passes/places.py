@@ -154,6 +154,14 @@ def type_in_words(aval: Any) -> str:
     return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
 
 
+def is_inside(equation: core.JaxprEqn, function: Any) -> bool:
+    """True if a function of JAX made the equation."""
+    code = inspect.unwrap(function).__code__
+    frames = getattr(equation.source_info.traceback, "frames", ())
+    of_code = (code.co_filename, code.co_name)
+    return any((x.file_name, x.function_name) == of_code for x in frames)
+
+
 def _function(source: Any) -> str:
     """The innermost function of a package that a line of the user's code calls."""
     rank, line = _ranked(source)
