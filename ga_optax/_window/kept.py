@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 
 from .._passes import jaxprs
 from .costs import bytes_of
@@ -119,31 +118,6 @@ def written_over(
             over[i] = old
             left.remove(old)
     return over
-
-
-def bytes_alive(equations: Sequence[core.JaxprEqn], wanted: Iterable[Any]) -> int:
-    """About the bytes of what equations compute, at most at a time.
-
-    What only cheap equations compute and read is no array: XLA fuses these.
-    """
-    wanted = set(jaxprs.variables(wanted))
-    last: dict[Any, int] = dict.fromkeys(wanted, len(equations))
-    first: dict[Any, int] = {}
-    for i, e in reversed(list(enumerate(equations))):
-        is_dear = not jaxprs.is_cheap(e)
-        stored = [x for x in e.outvars if is_dear or x in wanted or x in first]
-        first |= dict.fromkeys(stored, i)
-        until = i if stored else max((last.get(x, i) for x in e.outvars), default=i)
-        for x in jaxprs.variables(e.invars):
-            last[x] = max(last.get(x, until), until)
-            if is_dear:
-                first.setdefault(x, -1)  # until it is known what computes it
-    change = [0] * (len(equations) + 2)
-    for x, i in first.items():
-        if i >= 0:
-            change[i] += bytes_of(x)
-            change[last.get(x, i) + 1] -= bytes_of(x)
-    return max(itertools.accumulate(change))
 
 
 # == Values ============================================================================

@@ -26,11 +26,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend import core
 
-from .._passes import jaxprs
+from .._passes import alive, jaxprs
 from .._passes.jaxprs import following, is_mark, variables
 from .costs import bytes_of, bytes_of_residuals
 from .cuts import smallest_cut
-from .kept import bytes_alive
 from .meetings import is_collective
 from .schedule import Level, Schedule
 
@@ -228,8 +227,9 @@ def largest_step(schedule: Schedule) -> int:
         steps.append(bytes_of_residuals(equations, smooth, reads) + grads)
     for level in range(1, schedule.end + 1) if schedule.kept is not None else ():
         roots = schedule.roots(level)
-        equations, _ = schedule.needed(roots, Level(level))
-        steps.append(bytes_alive(equations, roots))
+        equations, reads = schedule.needed(roots, Level(level))
+        step, _ = jaxprs.between(schedule.jaxpr, equations, reads, roots, reads)
+        steps.append(alive.most_alive(step))
     return max(steps)
 
 
