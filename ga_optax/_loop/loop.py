@@ -305,11 +305,9 @@ def _unless(
 
 def with_passes(run: Callable[[Any], Any], operands: Any, facts: Facts) -> Any:
     """`run(operands)` after the passes of a loop; sums of gradients come first."""
-    closed, shapes = jax.make_jaxpr(run, return_shape=True)(operands)
+    closed, out = micro_step.Replay.of(run, operands)
     program = jaxprs.Program(closed.jaxpr, closed.consts)
-    program = table.run_scope("loop", program, facts)
-    out = jaxprs.results(program, jax.tree.leaves(operands))
-    return jax.tree.unflatten(jax.tree.structure(shapes), out)
+    return micro_step.Replay(table.run_scope("loop", program, facts), out)(operands)
 
 
 class State(NamedTuple):

@@ -94,8 +94,7 @@ class Evaluation:
       functions: one program for levels that compute the same, such as equal layers.
       types: the type of each micro-batch's value in a stack, by the type of the stack.
       known: what JAX wrote for kinds of equations on the way back.
-      written: the program of the window, and the tree of its results, if it was traced
-        to count its bytes.
+      written: the window, if it was traced to count its bytes.
     """
 
     def __init__(
@@ -112,10 +111,10 @@ class Evaluation:
         self.varying = tuple(sorted({*self.axes, *varying}))
         self.params: list[int] = []
         self.rows: list[int] = []
-        self.functions: dict[Any, Any] = {}
+        self.functions: dict[Any, micro_step.Replay] = {}
         self.types: dict[Any, Any] = {}
         self.known = Known()
-        self.written: tuple[Any, Any] | None = None
+        self.written: micro_step.Replay | None = None
 
         consts, rows = operands.consts, [x[0] for x in self.xs]
         groups = [*consts, *operands.params, *rows]
@@ -221,10 +220,8 @@ class Evaluation:
         """
         if key not in self.functions:
             once = jax.jit(lambda *args: fun(*args))
-            self.functions[key] = jax.make_jaxpr(once, return_shape=True)(*args)
-        closed, shapes = self.functions[key]
-        out = jaxprs.results(closed, jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(shapes), out)
+            self.functions[key] = micro_step.Replay.of(once, *args)
+        return self.functions[key](*args)
 
     def stack(self, like: jax.Array, late: Buffers, number: int = 0) -> jax.Array:
         """An array for a value of each micro-batch; its content does not matter.
