@@ -115,7 +115,8 @@ def _open(
         return split(equation, values, opening)
     if kind == "scan":
         return _in_parts(equation, values, opening)
-    raise NotImplementedError(_cannot_open(equation, axis))
+    name = equation.primitive.name
+    raise NotImplementedError(f"Rows must not meet inside of {name}, but they do.")
 
 
 def _checkpointed(
@@ -178,15 +179,6 @@ def _in_parts(
     marks = functools.partial(jaxprs.is_mark, name=axis)
     start, values = [*[0] * len(consts), *start], [*consts, *values]
     return SplitScan(how, meets, marks, start, values).run()
-
-
-def _cannot_open(equation: core.JaxprEqn, axis: str) -> str:
-    inside = (e for e in jaxprs.within(equation) if not jaxprs.inner_programs(e))
-    name = next((e for e in inside if mentions(e, axis)), equation).primitive.name
-    return (
-        f"Rows must not meet inside of {equation.primitive.name}, but there is a "
-        f"{name} in it."
-    )
 
 
 def copied(jaxpr: core.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
