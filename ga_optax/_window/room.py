@@ -195,19 +195,7 @@ def peak(lives: Sequence[Life], ends: Sequence[int], end: int) -> int:
         add(there, x.first, end if refilled is None else x.last, x.nbytes)
         add(back, x.first + 1, end if refilled is None else refilled, x.nbytes)
         add(back, x.first + 1, x.last, x.of_cotangent)
-    both = np.cumsum(back) + _not_written_over(lives, end)
-    return int(max(np.cumsum(there).max(), both.max()))
-
-
-def _not_written_over(lives: Sequence[Life], end: int) -> np.ndarray:
-    """The bytes, by level, of cotangents that are read, and not written over."""
-    levels = np.zeros(end + 2, int)
-    for nbytes in {x.of_cotangent for x in lives}:
-        alike = [x for x in lives if x.of_cotangent == nbytes]
-        reads = np.bincount([x.first for x in alike], minlength=end + 2)
-        begun = np.bincount([x.last for x in alike], minlength=end + 2)
-        levels += nbytes * np.maximum(reads - begun, 0)
-    return levels
+    return int(max(np.cumsum(there).max(), np.cumsum(back).max()))
 
 
 def largest_step(schedule: Schedule) -> int:
