@@ -181,21 +181,6 @@ def _in_parts(
     return SplitScan(how, meets, marks, start, values).run()
 
 
-def copied(jaxpr: core.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
-    """The results of a program, whose equations are copied once all is `opened`.
-
-    JAX runs them if something acts, or if arguments have types of another place.
-    """
-    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-    if jaxpr.effects or any(x.aval != jax.typeof(y) for x, y in known.items()):
-        return jax.core.eval_jaxpr(jaxpr, consts, *args)
-    # In the order in which they are used, in which JAX would find them.
-    used = [x for e in jaxpr.eqns for x in jaxprs.variables(e.invars)]
-    names = [x for x in dict.fromkeys([*used, *known]) if x in known]
-    jaxpr = jaxprs.closing_over(jaxpr, [], [], names)
-    return jaxprs.inserted(jaxpr, [known[x] for x in names])
-
-
 # == Split scans =======================================================================
 # A scan with collectives becomes several scans without, and the collectives between.
 #

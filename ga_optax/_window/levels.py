@@ -34,7 +34,7 @@ from .._passes import effects, jaxprs
 from .._passes.facts import Facts
 from .._passes.pullback import Known
 from .._passes.shared import arrival
-from .flat import Opening, copied, flat, summed
+from .flat import Opening, flat, summed
 from .kept import written_over
 from .meetings import part_of
 from .pieces import in_pieces
@@ -173,8 +173,7 @@ class Evaluation:
           wanted: the variables.
           level: the time: all buffers of earlier levels can be read.
           buffers: the buffers that are filled; or a `Part` of a buffer.
-          x: the micro-batch, a slice of `xs`, in a program that is `traced`; None if no
-            rows are read.
+          x: the micro-batch, a slice of `xs`; None if no rows are read.
           acts: True if equations that print or call back run, too.
         """
         rows = self.xs if x is None else x
@@ -192,9 +191,7 @@ class Evaluation:
             for e in equations
         ]
         given = [values[v] for v in read]
-        program, args = jaxprs.between(self.schedule.jaxpr, runs, read, wanted, given)
-        run = jax.core.eval_jaxpr if x is None else copied
-        out = run(program, (), *args)
+        out = jaxprs.bind(self.schedule.jaxpr, runs, read, wanted, given)
         return [
             x if isinstance(x, jax.Array) else jnp.asarray(x, v.aval.dtype)
             for v, x in zip(wanted, out, strict=True)
@@ -210,8 +207,7 @@ class Evaluation:
         """The program of `fun` for one micro-batch's values in the last argument."""
         *whole, stacks = args
         first = jax.tree.map(self.type_of_one, stacks)
-        closed: Any = jax.make_jaxpr(fun)(*whole, first)
-        return closed.replace(jaxpr=jaxprs.opened(closed.jaxpr))
+        return jax.make_jaxpr(fun)(*whole, first)
 
     def run(self, key: Any, fun: Callable[..., Any], *args: Any) -> Any:
         """`fun(*args)`, as a function that was traced before if the key is the same.
