@@ -37,7 +37,7 @@ MOST = (
     1.34  # times the work of the full plan: as if all that a gradient needs ran twice
 )
 
-_TRIALS = 24  # sizes of segments
+_TRIALS = 8  # sizes of segments
 
 Kept = Sequence[frozenset[Any]]  # the residuals after each level, from 0 on
 
@@ -72,7 +72,7 @@ def planned(schedule: Schedule, limit: int, *, is_bound: bool) -> Schedule:
         return _with_residuals(values, full)
     most = float("inf") if is_bound else MOST * full.work
     trials = [full, *_segmented(values, full, _first(cuts))]
-    trials = [_less(values, x, limit, most) for x in _not_worse(trials)]
+    trials = [_less(values, x, limit, most) for x in trials]
     fit = [x for x in trials if x.peak <= limit]
     if fit:
         plan = min(fit, key=lambda x: x.work)
@@ -332,15 +332,6 @@ def _segmented(values: _Lives, full: Plan, new: Sequence[list[Any]]) -> Iterator
         if tuple(ends) not in seen:
             seen.add(tuple(ends))
             yield values.followed(new, {t: near[t] for t in ends})
-
-
-def _not_worse(plans: Iterable[Plan]) -> list[Plan]:
-    """The plans than which no other takes fewer bytes and less work."""
-    found: list[Plan] = []
-    for x in sorted(plans, key=lambda x: (x.peak, x.work)):
-        if not found or x.work < found[-1].work:
-            found.append(x)
-    return found
 
 
 def _less(values: _Lives, plan: Plan, limit: int, most: float) -> Plan:
