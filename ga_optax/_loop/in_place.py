@@ -50,38 +50,31 @@ def reasons_not_in_place(
     largest = max((jaxprs.numbers(x.shape) for x in operands.params), default=0)
 
     def reason(i: int, total: jax.Array, param: jax.Array) -> Reason | None:
+        jaxpr, dtype, arrives = program.jaxpr, total.dtype, program.arrivals[i]
+        variable = jaxpr.invars[i]
         if off:
             return Reason(off)
-        variable = program.jaxpr.invars[i]
-        if program.arrivals[i] is None:
-            line = shared.use_of(program.jaxpr, variable)
+        if arrives is None:
+            line = shared.use_of(jaxpr, variable)
             return Reason("used more than once, or not only in sums over rows", line)
-        why = _why_whole(program.jaxpr, total, param, variable)
-        if program.arrivals[i] != "slices":
+        if arrives != "slices":
             why = "no scan runs over the parameter itself: XLA reuses the buffer"
-        elif i in scattered and shared.is_cut(program.jaxpr, i, scattered[i]):
+        elif i in scattered and shared.is_cut(jaxpr, i, scattered[i]):
             why = "grad_specs split a dimension that a scan runs over"
         elif jaxprs.numbers(param.shape) * _SMALL < largest:
             why = f"less than 1/{_SMALL} of the largest: added as a whole"
-        # Custom rules do not go with effects, such as printing or a collective.
-        return Reason(why) if why else program.side_effects.reordering
+        elif is_on_host(param) and not shared.is_moved_in(jaxpr, variable):
+            why = "the parameter lies on the host, and not one move alone reads it"
+        elif jnp.finfo(dtype).bits < max(32, jnp.finfo(param.dtype).bits):
+            why = f"{dtype} would round too often"
+        # The mesh of the gradient: a program may be written without a mesh.
+        elif not meshes.same_mesh(jax.typeof(total), variable.aval):
+            why = "the accumulator has another mesh"
+        else:  # custom rules do not go with effects, such as printing or a collective
+            return program.side_effects.reordering
+        return Reason(why)
 
     return list(map(reason, itertools.count(), operands.acc.total, operands.params))
-
-
-def _why_whole(
-    jaxpr: core.Jaxpr, total: jax.Array, param: jax.Array, variable: Any
-) -> str:
-    """The reason why no slices can be added to an accumulator; empty if they can."""
-    dtype = total.dtype
-    if is_on_host(param) and not shared.is_moved_in(jaxpr, variable):
-        return "the parameter lies on the host, and not one move alone reads it"
-    if jnp.finfo(dtype).bits < jnp.finfo(param.dtype).bits:
-        return f"the parameter is {param.dtype}, the accumulator {dtype}"
-    # The mesh of the gradient: a program may be written without a mesh.
-    if not meshes.same_mesh(jax.typeof(total), variable.aval):
-        return "the accumulator has another mesh"
-    return f"{dtype} would round too often" if jnp.finfo(dtype).bits < 32 else ""
 
 
 # -- The log ---------------------------------------------------------------------------

@@ -229,11 +229,6 @@ def choose_additions(
     return additions
 
 
-def without_references(additions: Additions) -> list[Addition]:
-    """The same additions without references."""
-    return [x._replace(in_place=False) for x in additions]
-
-
 def stacked_addition(aval: Any, begins: bool = True) -> Addition:
     """The addition to a stack, of such a gradient for each micro-batch."""
     return Addition(aval, aval, stacked=True, begins=begins)
@@ -305,11 +300,9 @@ def _unless(
 
 def with_passes(run: Callable[[Any], Any], operands: Any, facts: Facts) -> Any:
     """`run(operands)` after the passes of a loop; sums of gradients come first."""
-    closed, shapes = jax.make_jaxpr(run, return_shape=True)(operands)
+    closed, out = micro_step.Replay.of(run, operands)
     program = jaxprs.Program(closed.jaxpr, closed.consts)
-    program = table.run_scope("loop", program, facts)
-    out = jaxprs.results(program, jax.tree.leaves(operands))
-    return jax.tree.unflatten(jax.tree.structure(shapes), out)
+    return micro_step.Replay(table.run_scope("loop", program, facts), out)(operands)
 
 
 class State(NamedTuple):
@@ -370,7 +363,7 @@ class Loop:
         """Returns the last state, with all that the loop collected."""
         if not any(x.in_place for x in self.additions):
             return self.run(operands)
-        by_hand = without_references(self.additions)
+        by_hand = [x._replace(in_place=False) for x in self.additions]
         plain = dataclasses.replace(self, additions=by_hand)
         return with_rules_of(plain.run, self.run)(operands)
 

@@ -231,13 +231,14 @@ def if_holds(
     predicate: jax.Array, step: Callable[..., Any], start: Any, batch: list[jax.Array]
 ) -> Any:
     """`step(start, batch)`, or `start` and zeros to collect."""
-    step, (_, types) = _traced_once(step, start, batch)
+    once = Replay.of(step, start, batch)
+    _, types = jax.tree.unflatten(once.out, once.program.out_avals)
     types, structure = jax.tree.flatten(types)
 
     def stay() -> Any:
         return start, jax.tree.unflatten(structure, blank(types))
 
-    return jax.lax.cond(predicate, lambda: step(start, batch), stay)
+    return jax.lax.cond(predicate, lambda: once(start, batch), stay)
 
 
 def next_count(count: jax.Array) -> jax.Array:
@@ -254,22 +255,26 @@ def next_count(count: jax.Array) -> jax.Array:
     )
 
 
-def _traced_once(fun: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], Any]:
-    """`fun` as a program that is traced, and the types of its results.
+class Replay(NamedTuple):
+    """A function that is traced: where it is called its equations run.
 
-    Where it is called, its equations are run; Python and differentiation are done.
+    Attributes:
+      program: the program, of the leaves of the arguments.
+      out: the structure of the results.
     """
-    closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
-    structure = jax.tree.structure(shapes)
 
-    def replayed(*args: Any) -> Any:
-        return jax.tree.unflatten(
-            structure, jaxprs.results(closed, jax.tree.leaves(args))
-        )
+    program: Any
+    out: Any
 
-    return replayed, jax.tree.unflatten(
-        structure, [x.aval for x in closed.jaxpr.outvars]
-    )
+    @classmethod
+    def of(cls, fun: Callable[..., Any], *args: Any) -> "Replay":
+        """`fun`, traced for arguments of these types."""
+        closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+        return cls(closed, jax.tree.structure(shapes))
+
+    def __call__(self, *args: Any) -> Any:
+        out = jaxprs.results(self.program, jax.tree.leaves(args))
+        return jax.tree.unflatten(self.out, out)
 
 
 # -- Carries that XLA may lose: `accumulator.loses_rows` -------------------------------
@@ -281,11 +286,9 @@ def scan() -> Callable[..., Any]:
 
 
 def _fenced_scan(step: Callable[..., Any], start: Any, xs: Any) -> Any:
-    args, run = (start, xs), functools.partial(jax.lax.scan, step)
-    closed, shapes = jax.make_jaxpr(run, return_shape=True)(*args)
+    closed, out = Replay.of(functools.partial(jax.lax.scan, step), start, xs)
     program = jaxprs.Program(carries_fenced(closed.jaxpr), closed.consts)
-    out = jaxprs.results(program, jax.tree.leaves(args))
-    return jax.tree.unflatten(jax.tree.structure(shapes), out)
+    return Replay(program, out)(start, xs)
 
 
 def carries_fenced(jaxpr: core.Jaxpr) -> core.Jaxpr:

@@ -18,7 +18,7 @@ from jax.extend import core
 
 from .._devices import collectives
 from .._partition.held import MEETS
-from .._passes import checkpoints, effects, feedback, jaxprs, primitives
+from .._passes import checkpoints, feedback, jaxprs
 from .._passes.jaxprs import bind, is_variable, variables
 from .._passes.places import better_placed
 from . import costs, cuts
@@ -115,7 +115,8 @@ def _open(
         return split(equation, values, opening)
     if kind == "scan":
         return _in_parts(equation, values, opening)
-    raise NotImplementedError(_cannot_open(equation, axis))
+    name = equation.primitive.name
+    raise NotImplementedError(f"Rows must not meet inside of {name}, but they do.")
 
 
 def _checkpointed(
@@ -180,30 +181,6 @@ def _in_parts(
     return SplitScan(how, meets, marks, start, values).run()
 
 
-def _cannot_open(equation: core.JaxprEqn, axis: str) -> str:
-    inside = (e for e in jaxprs.within(equation) if not jaxprs.inner_programs(e))
-    name = next((e for e in inside if mentions(e, axis)), equation).primitive.name
-    return (
-        f"Rows must not meet inside of {equation.primitive.name}, but there is a "
-        f"{name} in it."
-    )
-
-
-def copied(jaxpr: core.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
-    """The results of a program, whose equations are copied once all is `opened`.
-
-    JAX runs them if something acts, or if arguments have types of another place.
-    """
-    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-    if jaxpr.effects or any(x.aval != jax.typeof(y) for x, y in known.items()):
-        return jax.core.eval_jaxpr(jaxpr, consts, *args)
-    # In the order in which they are used, in which JAX would find them.
-    used = [x for e in jaxpr.eqns for x in jaxprs.variables(e.invars)]
-    names = [x for x in dict.fromkeys([*used, *known]) if x in known]
-    jaxpr = jaxprs.closing_over(jaxpr, [], [], names)
-    return jaxprs.inserted(jaxpr, [known[x] for x in names])
-
-
 # == Split scans =======================================================================
 # A scan with collectives becomes several scans without, and the collectives between.
 #
@@ -266,9 +243,6 @@ class SplitScan:
         self.part = dict.fromkeys(self.program.constvars, 0)
         self.part_of: dict[int, int] = {}
         self._find_parts(feedback.graph(scan, lambda e: False, start))
-        # A rule must see the cotangents of its iteration, and not the sum of all.
-        rules = [x for e in self.program.eqns if effects.has_rule(e) for x in e.outvars]
-        self.varying = jaxprs.following(self.program, [*carry, *slices, *rules])
 
     def _find_parts(self, graph: feedback.Graph) -> None:
         names = [*self.program.invars, *self.carry]
@@ -301,18 +275,11 @@ class SplitScan:
         return jnp.broadcast_to(x, (self.scan.length, *x.shape))
 
     def _meet(self, equation: core.JaxprEqn) -> None:
-        """Runs a collective for all iterations; or once, if all have one operand."""
+        """Runs a collective for all iterations."""
         xs, outs = equation.invars, equation.outvars
-        if self.varying.isdisjoint(variables(xs)):
-            is_known = self.known.__contains__
-            equations, reads = jaxprs.needed_for(self.program, outs, is_known)
-            given = [self.known[x] for x in reads]
-            out = bind(self.program, equations, reads, outs, given)
-            self.known |= zip(outs, out, strict=True)
-        else:
-            run = functools.partial(bind, self.program, [equation], xs, outs)
-            stacks = jax.vmap(lambda *xs: run(xs))(*map(self._stacked, xs))
-            self.stacks |= zip(outs, stacks, strict=True)
+        run = functools.partial(bind, self.program, [equation], xs, outs)
+        stacks = jax.vmap(lambda *xs: run(xs))(*map(self._stacked, xs))
+        self.stacks |= zip(outs, stacks, strict=True)
 
     # -- Parts -------------------------------------------------------------------------
 
@@ -400,8 +367,7 @@ class SplitScan:
         """
         atoms = list(self.program.outvars[self.scan.num_carry :])
         for e in itertools.chain(*self.meetings.values()):
-            if not self.varying.isdisjoint(variables(e.invars)):
-                atoms += e.invars
+            atoms += e.invars
         atoms += [x for e in self.program.eqns if self.is_mark(e) for x in e.outvars]
         first = self._new_at(part, atoms)
         reads = [x for c, x in self.carry.items() if self.part[c] > part]
@@ -539,7 +505,7 @@ def _growing(
     known: dict[Any, set[Any]] = {}  # what the result of a cheap one is computed of
     cheap, growing = set(), set()
     for e in equations:
-        if e.effects or is_alone(e) or not all(map(_is_cheaper, jaxprs.within(e))):
+        if e.effects or is_alone(e) or not jaxprs.is_cheap(e):
             continue
         reads = set().union(*(known.get(x, {x}) for x in variables(e.invars)))
         known |= dict.fromkeys(e.outvars, reads)
@@ -548,16 +514,6 @@ def _growing(
         if read < computed:
             growing.add(id(e))
     return cheap, growing
-
-
-def _is_cheaper(e: core.JaxprEqn) -> bool:
-    """True if an equation is cheap, and no function such as `exp` of many digits.
-
-    What runs a program, or is linear in some operand, is no such function.
-    """
-    row, has_digits = primitives.entry_of(e), any(map(jaxprs.is_inexact, e.outvars))
-    other = jaxprs.inner_programs(e) or row.each or row.linear_in(len(e.invars))
-    return jaxprs.is_cheap(e) and bool(other or not has_digits)
 
 
 def run_in_groups(

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 
 from .._passes import jaxprs
 from .costs import bytes_of
@@ -38,7 +37,7 @@ MOST = (
     1.34  # times the work of the full plan: as if all that a gradient needs ran twice
 )
 
-_TRIALS = 24  # sizes of segments
+_TRIALS = 8  # sizes of segments
 
 Kept = Sequence[frozenset[Any]]  # the residuals after each level, from 0 on
 
@@ -73,7 +72,7 @@ def planned(schedule: Schedule, limit: int, *, is_bound: bool) -> Schedule:
         return _with_residuals(values, full)
     most = float("inf") if is_bound else MOST * full.work
     trials = [full, *_segmented(values, full, _first(cuts))]
-    trials = [_less(values, x, limit, most) for x in _not_worse(trials)]
+    trials = [_less(values, x, limit, most) for x in trials]
     fit = [x for x in trials if x.peak <= limit]
     if fit:
         plan = min(fit, key=lambda x: x.work)
@@ -119,31 +118,6 @@ def written_over(
             over[i] = old
             left.remove(old)
     return over
-
-
-def bytes_alive(equations: Sequence[core.JaxprEqn], wanted: Iterable[Any]) -> int:
-    """About the bytes of what equations compute, at most at a time.
-
-    What only cheap equations compute and read is no array: XLA fuses these.
-    """
-    wanted = set(jaxprs.variables(wanted))
-    last: dict[Any, int] = dict.fromkeys(wanted, len(equations))
-    first: dict[Any, int] = {}
-    for i, e in reversed(list(enumerate(equations))):
-        is_dear = not jaxprs.is_cheap(e)
-        stored = [x for x in e.outvars if is_dear or x in wanted or x in first]
-        first |= dict.fromkeys(stored, i)
-        until = i if stored else max((last.get(x, i) for x in e.outvars), default=i)
-        for x in jaxprs.variables(e.invars):
-            last[x] = max(last.get(x, until), until)
-            if is_dear:
-                first.setdefault(x, -1)  # until it is known what computes it
-    change = [0] * (len(equations) + 2)
-    for x, i in first.items():
-        if i >= 0:
-            change[i] += bytes_of(x)
-            change[last.get(x, i) + 1] -= bytes_of(x)
-    return max(itertools.accumulate(change))
 
 
 # == Values ============================================================================
@@ -358,15 +332,6 @@ def _segmented(values: _Lives, full: Plan, new: Sequence[list[Any]]) -> Iterator
         if tuple(ends) not in seen:
             seen.add(tuple(ends))
             yield values.followed(new, {t: near[t] for t in ends})
-
-
-def _not_worse(plans: Iterable[Plan]) -> list[Plan]:
-    """The plans than which no other takes fewer bytes and less work."""
-    found: list[Plan] = []
-    for x in sorted(plans, key=lambda x: (x.peak, x.work)):
-        if not found or x.work < found[-1].work:
-            found.append(x)
-    return found
 
 
 def _less(values: _Lives, plan: Plan, limit: int, most: float) -> Plan:

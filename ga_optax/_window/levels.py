@@ -34,7 +34,7 @@ from .._passes import effects, jaxprs
 from .._passes.facts import Facts
 from .._passes.pullback import Known
 from .._passes.shared import arrival
-from .flat import Opening, copied, flat, summed
+from .flat import Opening, flat, summed
 from .kept import written_over
 from .meetings import part_of
 from .pieces import in_pieces
@@ -94,8 +94,7 @@ class Evaluation:
       functions: one program for levels that compute the same, such as equal layers.
       types: the type of each micro-batch's value in a stack, by the type of the stack.
       known: what JAX wrote for kinds of equations on the way back.
-      written: the program of the window, and the tree of its results, if it was traced
-        to count its bytes.
+      written: the window, if it was traced to count its bytes.
     """
 
     def __init__(
@@ -112,10 +111,10 @@ class Evaluation:
         self.varying = tuple(sorted({*self.axes, *varying}))
         self.params: list[int] = []
         self.rows: list[int] = []
-        self.functions: dict[Any, Any] = {}
+        self.functions: dict[Any, micro_step.Replay] = {}
         self.types: dict[Any, Any] = {}
         self.known = Known()
-        self.written: tuple[Any, Any] | None = None
+        self.written: micro_step.Replay | None = None
 
         consts, rows = operands.consts, [x[0] for x in self.xs]
         groups = [*consts, *operands.params, *rows]
@@ -174,8 +173,7 @@ class Evaluation:
           wanted: the variables.
           level: the time: all buffers of earlier levels can be read.
           buffers: the buffers that are filled; or a `Part` of a buffer.
-          x: the micro-batch, a slice of `xs`, in a program that is `traced`; None if no
-            rows are read.
+          x: the micro-batch, a slice of `xs`; None if no rows are read.
           acts: True if equations that print or call back run, too.
         """
         rows = self.xs if x is None else x
@@ -193,9 +191,7 @@ class Evaluation:
             for e in equations
         ]
         given = [values[v] for v in read]
-        program, args = jaxprs.between(self.schedule.jaxpr, runs, read, wanted, given)
-        run = jax.core.eval_jaxpr if x is None else copied
-        out = run(program, (), *args)
+        out = jaxprs.bind(self.schedule.jaxpr, runs, read, wanted, given)
         return [
             x if isinstance(x, jax.Array) else jnp.asarray(x, v.aval.dtype)
             for v, x in zip(wanted, out, strict=True)
@@ -211,8 +207,7 @@ class Evaluation:
         """The program of `fun` for one micro-batch's values in the last argument."""
         *whole, stacks = args
         first = jax.tree.map(self.type_of_one, stacks)
-        closed: Any = jax.make_jaxpr(fun)(*whole, first)
-        return closed.replace(jaxpr=jaxprs.opened(closed.jaxpr))
+        return jax.make_jaxpr(fun)(*whole, first)
 
     def run(self, key: Any, fun: Callable[..., Any], *args: Any) -> Any:
         """`fun(*args)`, as a function that was traced before if the key is the same.
@@ -221,10 +216,8 @@ class Evaluation:
         """
         if key not in self.functions:
             once = jax.jit(lambda *args: fun(*args))
-            self.functions[key] = jax.make_jaxpr(once, return_shape=True)(*args)
-        closed, shapes = self.functions[key]
-        out = jaxprs.results(closed, jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(shapes), out)
+            self.functions[key] = micro_step.Replay.of(once, *args)
+        return self.functions[key](*args)
 
     def stack(self, like: jax.Array, late: Buffers, number: int = 0) -> jax.Array:
         """An array for a value of each micro-batch; its content does not matter.

@@ -26,11 +26,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend import core
 
-from .._passes import jaxprs
+from .._passes import alive, jaxprs
 from .._passes.jaxprs import following, is_mark, variables
 from .costs import bytes_of, bytes_of_residuals
 from .cuts import smallest_cut
-from .kept import bytes_alive
 from .meetings import is_collective
 from .schedule import Level, Schedule
 
@@ -196,19 +195,7 @@ def peak(lives: Sequence[Life], ends: Sequence[int], end: int) -> int:
         add(there, x.first, end if refilled is None else x.last, x.nbytes)
         add(back, x.first + 1, end if refilled is None else refilled, x.nbytes)
         add(back, x.first + 1, x.last, x.of_cotangent)
-    both = np.cumsum(back) + _not_written_over(lives, end)
-    return int(max(np.cumsum(there).max(), both.max()))
-
-
-def _not_written_over(lives: Sequence[Life], end: int) -> np.ndarray:
-    """The bytes, by level, of cotangents that are read, and not written over."""
-    levels = np.zeros(end + 2, int)
-    for nbytes in {x.of_cotangent for x in lives}:
-        alike = [x for x in lives if x.of_cotangent == nbytes]
-        reads = np.bincount([x.first for x in alike], minlength=end + 2)
-        begun = np.bincount([x.last for x in alike], minlength=end + 2)
-        levels += nbytes * np.maximum(reads - begun, 0)
-    return levels
+    return int(max(np.cumsum(there).max(), np.cumsum(back).max()))
 
 
 def largest_step(schedule: Schedule) -> int:
@@ -228,8 +215,9 @@ def largest_step(schedule: Schedule) -> int:
         steps.append(bytes_of_residuals(equations, smooth, reads) + grads)
     for level in range(1, schedule.end + 1) if schedule.kept is not None else ():
         roots = schedule.roots(level)
-        equations, _ = schedule.needed(roots, Level(level))
-        steps.append(bytes_alive(equations, roots))
+        equations, reads = schedule.needed(roots, Level(level))
+        step, _ = jaxprs.between(schedule.jaxpr, equations, reads, roots, reads)
+        steps.append(alive.most_alive(step))
     return max(steps)
 
 
@@ -368,8 +356,6 @@ def _runs(
 # later level would have to add up. `room` chooses which residuals stay, and for how
 # long.
 
-_LONGEST = 32  # cheap equations in a row that run again behind a residual
-
 _FORWARD = 2  # runs that every equation has, with residuals too
 
 _EARLIER = 1 / 2  # the price of a residual that is stored already
@@ -454,17 +440,14 @@ def _costly(
 ) -> list[Any]:
     """The results that loops up to a level compute, and that later ones must not.
 
-    They are results of equations that are not cheap, or that end `_LONGEST` equations
-    in a row, and that would run more often than with residuals.
+    They are results of equations that are not cheap, and that would run more often
+    than with residuals.
     """
     up_to = (1 << level + 1) - 1
-    depth: dict[Any, int] = {}
     sources = []
     for e in equations:
-        steps = 1 + max((depth.get(x, 0) for x in variables(e.invars)), default=0)
-        depth.update(dict.fromkeys(e.outvars, steps))
-        is_dear = not jaxprs.is_cheap(e) or steps % _LONGEST == 0
-        if is_dear and loops.of(e) & up_to and loops.num_runs(e) > _FORWARD:
+        is_early = not jaxprs.is_cheap(e) and loops.of(e) & up_to
+        if is_early and loops.num_runs(e) > _FORWARD:
             sources += e.outvars
     return sources
 

@@ -22,7 +22,7 @@ from .._devices import collectives
 from .._devices.record import Devices
 from .._loop.folds import of_last_device
 from .._loop.loop import Outcome, all_reduced, run_loop
-from .._loop.micro_step import Operands
+from .._loop.micro_step import Operands, Replay
 from .._passes import alive, jaxprs
 from .._passes.effects import IndivisibleError
 from . import kept, levels
@@ -66,7 +66,7 @@ def plan_window(
         if (peak := values.schedule.peak) in taken:
             continue
         values.written = _written(values)
-        taken[peak] = alive.most_alive(jaxprs.live(values.written[0].jaxpr))
+        taken[peak] = alive.most_alive(jaxprs.live(values.written.program.jaxpr))
         if _takes_less(taken[peak], whole):
             return values
     raise TakesMoreError(
@@ -109,13 +109,11 @@ def _differentiated(jaxpr: core.Jaxpr, smooth: Sequence[Any]) -> core.Jaxpr:
     return jaxprs.live(jaxprs.program_of(both, *(x.aval for x in names)).jaxpr)
 
 
-def _written(values: Evaluation) -> tuple[Any, Any]:
-    """The program of a window, and the tree of its results."""
+def _written(values: Evaluation) -> Replay:
+    """A window, traced."""
     trial = copy.copy(values)
     trial.schedule, trial.functions = values.schedule.copy(), {}
-    run = functools.partial(_run, trial)
-    closed, out = jax.make_jaxpr(run, return_shape=True)()
-    return closed, jax.tree.structure(out)
+    return Replay.of(functools.partial(_run, trial))
 
 
 def is_small(values: Evaluation) -> bool:
@@ -130,10 +128,7 @@ def is_small(values: Evaluation) -> bool:
 
 def run_window(values: Evaluation) -> Outcome:
     """The results of a window, the loss first, and the sums of the gradients."""
-    if values.written is None:
-        return _run(values)
-    closed, tree = values.written
-    return jax.tree.unflatten(tree, jaxprs.results(closed, ()))
+    return _run(values) if values.written is None else values.written()
 
 
 def _run(values: Evaluation) -> Outcome:
