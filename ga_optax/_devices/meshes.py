@@ -20,6 +20,7 @@ import numpy as np
 from jax.interpreters import pxla
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from .. import _checks
 from .._checks import brief, check_int, divisors, leaf_name, named_leaves, one_of
 
 # == Axes and shardings ================================================================
@@ -369,40 +370,21 @@ def _check_names(specs: Any, axes: Axes, option: str) -> None:
                 )
 
 
-_STATE = "Pass nnx.as_pure(specs), or an nnx.State of parameters, too. "
-
-
 def broadcast_specs(
     specs: Any, params: Any, option: str = "param_specs"
 ) -> list[PartitionSpec | None]:
     """One spec for each leaf of `params`; raises if `specs` is no prefix of it."""
-    todo = "Pass jax.tree.map(lambda p: p.sharding.spec, params), for example."
     for spec in jax.tree.leaves(specs, is_leaf=_is_spec):
         if not _is_spec(spec):
             raise TypeError(
                 f"{option} must be a tree of PartitionSpec that is a prefix of the "
-                f"parameters' tree, but it holds {spec!r}. {todo}"
+                f"parameters' tree, but it holds {spec!r}. Pass "
+                "jax.tree.map(lambda p: p.sharding.spec, params), for example."
             )
-    try:
-        leaf_specs = jax.tree.broadcast(specs, params, is_leaf=_is_spec)
-    except ValueError:
-        prefixes = [path for path, _ in jax.tree.leaves_with_path(specs, _is_spec)]
-        paths = [path for path, _ in jax.tree.leaves_with_path(params)]
-        lacking = [p for p in paths if not any(p[: len(x)] == x for x in prefixes)]
-        beyond = [x for x in prefixes if not any(p[: len(x)] == x for p in paths)]
-        if lacking:
-            cause = f"{leaf_name(lacking[0])} has no spec"
-        elif beyond:
-            cause = f"the parameters have no {leaf_name(beyond[0])}, which has a spec"
-        else:
-            cause = "the types of containers differ"
-        todo = _STATE + todo if type(specs).__name__ == "State" else todo
-        raise ValueError(
-            f"{option} must be a prefix of the parameters' tree, but {cause}. {todo}"
-        ) from None
     return [
         spec.spec if isinstance(spec, NamedSharding) else spec
-        for spec in jax.tree.structure(params).flatten_up_to(leaf_specs)
+        for spec, part in _checks.parts_of_prefix(option, specs, params)
+        for _ in jax.tree.leaves(part)
     ]
 
 

@@ -4,7 +4,6 @@ import math
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -222,14 +221,21 @@ def _is_read_once(jaxpr: core.Jaxpr, variable: Any, sliced: bool) -> bool:
 
 def is_narrowed(jaxpr: core.Jaxpr, variable: Any) -> bool:
     """True if only casts to fewer bits read a variable."""
-
-    def narrows(equation: core.JaxprEqn, _: int) -> bool:
-        is_cast = equation.primitive.name == primitives.CAST
-        size = variable.aval.dtype.itemsize
-        return is_cast and equation.params["new_dtype"].itemsize < size
-
     reads = list(jaxprs.uses_inside(jaxpr, variable))
-    return bool(reads) and all(use and narrows(*use) for use in reads)
+    return bool(reads) and all(use and _narrows(use[0]) for use in reads)
+
+
+def _narrows(equation: core.JaxprEqn) -> bool:
+    """True for a cast to fewer bits, but not to 8, which not every network carries."""
+    if (
+        equation.primitive.name != primitives.CAST
+        or equation.params["sharding"] is not None
+    ):
+        return False
+    before: Any = equation.invars[0].aval
+    after: Any = equation.outvars[0].aval
+    is_narrower = 2 <= after.dtype.itemsize < before.dtype.itemsize
+    return is_narrower and jaxprs.is_inexact(after)
 
 
 # == Narrowed parameters ===============================================================
@@ -248,57 +254,43 @@ def params_narrowed(program: Program, facts: Facts) -> Program:
     """The program, which takes some parameters in the dtype to which it casts them."""
     jaxpr = program.jaxpr
     for i, is_gathered in enumerate(facts.devices.gathered_once):
-        x = jaxpr.invars[i]
-        if is_gathered and (dtype := _dtype_of_cast(jaxpr, x)):
-            jaxpr = _taking(jaxpr, i, dtype)
-        elif is_gathered:
-            for reader, _ in jaxprs.uses(jaxpr, x):
-                if _narrower(reader):
-                    left_alone(reader, "not one cast alone reads the parameter")
+        if not is_gathered:
+            continue
+        if narrowed := _narrowed(jaxpr, i):
+            jaxpr = narrowed
+            continue
+        for reader, _ in jaxprs.uses(jaxpr, jaxpr.invars[i]):
+            if _narrows(reader):
+                left_alone(reader, "not one cast alone reads the parameter")
     return program._replace(jaxpr=jaxpr)
 
 
-def _dtype_of_cast(jaxpr: core.Jaxpr, x: Any) -> np.dtype | None:
-    """The dtype of the cast to fewer bits that alone reads a variable; or None."""
+def _narrowed(jaxpr: core.Jaxpr, place: int) -> core.Jaxpr | None:
+    """The program, whose argument is the result of the cast that alone reads it.
+
+    None if something else reads the argument.
+    """
+    x: Any = jaxpr.invars[place]
     use = jaxprs.only_use(jaxpr, x)
     if use is None:
         return None
     equation, i = use
     if jaxprs.is_inline(equation) or jaxprs.is_sliced(equation, i):
         [inner] = jaxprs.inner_programs(equation)
-        return _dtype_of_cast(inner, inner.invars[i])
-    return _narrower(equation)
-
-
-def _narrower(equation: core.JaxprEqn) -> np.dtype | None:
-    """The dtype of a cast to fewer bits; None for any other equation.
-
-    And None for 8 bits, which not every network carries.
-    """
-    if (
-        equation.primitive.name != primitives.CAST
-        or equation.params["sharding"] is not None
-    ):
+        narrowed = _narrowed(inner, i)
+        if narrowed is None:
+            return None
+        aval: Any = narrowed.invars[i].aval
+        new = core.Var(x.aval.update(dtype=aval.dtype, weak_type=False))
+        call = jaxprs.with_inner(equation, lambda _: narrowed)
+        call = call.replace(invars=jaxprs.put(call.invars, [i], [new]))
+        eqns = [call if e is equation else e for e in jaxpr.eqns]
+    elif _narrows(equation):
+        [new] = equation.outvars
+        eqns = [e for e in jaxpr.eqns if e is not equation]
+    else:
         return None
-    before: Any = equation.invars[0].aval
-    after: Any = equation.outvars[0].aval
-    is_narrower = 2 <= after.dtype.itemsize < before.dtype.itemsize
-    return after.dtype if is_narrower and jaxprs.is_inexact(after) else None
-
-
-def _taking(jaxpr: core.Jaxpr, i: int, dtype: np.dtype) -> core.Jaxpr:
-    """The program with an i-th argument of that dtype, and without the cast to it."""
-    x: Any = jaxpr.invars[i]
-    new = core.Var(x.aval.update(dtype=dtype, weak_type=False))
-    jaxpr = jaxpr.replace(invars=jaxprs.put(jaxpr.invars, [i], [new]))
-    [(equation, j)] = jaxprs.uses(jaxpr, x)
-    if equation.primitive.name == primitives.CAST:
-        known = {equation.outvars[0]: new}
-        eqns = jaxprs.renamed((e for e in jaxpr.eqns if e is not equation), known)
-        return jaxpr.replace(eqns=eqns, outvars=jaxprs.rename(jaxpr.outvars, known))
-    inner = jaxprs.with_inner(equation, lambda inner: _taking(inner, j, dtype))
-    inner = inner.replace(invars=jaxprs.rename(inner.invars, {x: new}))
-    return jaxpr.replace(eqns=[inner if e is equation else e for e in jaxpr.eqns])
+    return jaxpr.replace(invars=jaxprs.put(jaxpr.invars, [place], [new]), eqns=eqns)
 
 
 # == Gathered parameters ===============================================================

@@ -423,15 +423,12 @@ ga.merge_across("data", ga.accumulator.init(DENSE))
 """
 SPECS = """
 sharded(NAME={"w": "data"}) -> T NAME must be a tree of PartitionSpec
-sharded(NAME={"w": P()}) -> V NAME must be a prefix
 sharded(NAME=P(None, None, None, "data")) -> V NAME must fit the param
 sharded(NAME=P("data")) -> V leaf ['w'] | (3, 8, 16)
 sharded(NAME={"w": P(), "b": P("data", *[None] * 9)})
   -> V NAME must fit the param | 10 entries, and leaf ['b'] | at most one entry
-sharded(NAME={"w": P(), "c": P()}) -> V prefix | leaf ['b'] has no spec | Pass jax
-sharded(NAME={"w": P(), "b": P(), "c": P()})
-  -> V prefix | have no leaf ['c'], which has a spec | Pass jax.tree
-sharded(NAME=ORDERED) -> V prefix | the types of containers differ | Pass jax
+sharded(NAME={"w": P()}) -> V NAME must be | a prefix of | 'w': *} | 'b': *, 'w'
+sharded(NAME=ORDERED) -> V a prefix | OrderedDict | the containers of the param
 sharded(NAME=P("dta")) -> V NAME must name axes | the only leaf names 'dta', | Name one
 sharded(NAME=P(None, ("data", "dta"))) -> V axes of the mesh, each | names 'dta', and
 sharded(NAME=P(3)) -> V NAME must name axes of the mesh, each | the only leaf names 3
