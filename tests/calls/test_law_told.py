@@ -582,30 +582,6 @@ def test_a_rule_of_the_users_that_jax_does_not_call_may_raise():
         ga.value_and_grad(lambda w, x: fun(x @ w).sum(), K)(W, X)
 
 
-@pytest.mark.quick
-def test_a_rule_of_the_users_is_called_only_if_a_gradient_goes_through_it():
-    calls, lines = [], []
-
-    def back(x, ct):
-        calls.append(ct.shape)
-        return (ct,)
-
-    def centred(x):
-        return x - x.mean(0)
-
-    fun = jax.custom_vjp(centred)
-    fun.defvjp(lambda x: (centred(x), x), back)
-    for loss in (
-        lambda w, x: jnp.mean((x @ w - jax.lax.stop_gradient(fun(x @ w))) ** 2),
-        lambda w, x: jnp.mean((fun(x) @ w) ** 2),
-        lambda w, x: jnp.mean(fun(x @ w) ** 2),  # the twin
-    ):
-        assert not calls
-        lines += lines_of(loss, W, X)[:1]
-    assert calls
-    assert line_in(centred, 1) in lines[0]  # it does not stand for itself
-
-
 @pytest.mark.parametrize("meets", [False, True])
 @pytest.mark.parametrize("name", [x for x in CALLS if x != "plan"])
 def test_a_nan_is_found_once_and_all_rows_do_not_run(name, meets):
@@ -661,22 +637,6 @@ def test_nans_of_scanned_layers_are_checked_as_any_other(jit):
     assert jnp.isnan(step(layers, x)[0])  # the twin: nobody asked
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match="in scan"):
         step(layers, x)
-
-
-@pytest.mark.quick
-def test_an_error_is_the_users_if_their_code_is_innermost_but_for_jax(tmp_path):
-    def error_of(run):
-        with pytest.raises(TypeError) as raised:
-            run()
-        return raised.value
-
-    ours = failing(TypeError("ours"))
-    theirs = failing(TypeError("theirs"), str(tmp_path / "site-packages" / "a.py"))
-    assert not places.is_of_user(error_of(ours))
-    assert not places.is_of_user(error_of(lambda: jax.jit(ours)(1.0)))
-    assert places.is_of_user(error_of(theirs))
-    assert places.is_of_user(error_of(lambda: jax.vmap(theirs)(W)))
-    assert places.is_of_user(error_of(lambda: jnp.sin("a")))  # a wrong call of JAX
 
 
 # -- Calls that are not divided --------------------------------------------------------

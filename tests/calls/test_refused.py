@@ -364,6 +364,9 @@ plan(memory_limit=None) -> V memory_limit must be given | "16GiB"
 
 WORDS_OF_OTHERS = """
 ga.verify(jnp.mean, 1.0, X, 2, rngs=2) -> T rngs was passed | Is it rng?
+ga.value_and_grad(jnp.mean, n_microbatches=2)
+  -> T value_and_grad must be among num_microbatches, | but n_microbatches was passed.
+  | Is it num_microbatches? | docs/migrating.md
 ga.value_and_grad(jnp.mean, 2, rows=3) -> T rows was passed | Leave it out.
 ga.microbatch(lambda w, x: "text", 2)(W, X) -> T fun returns must be arrays | only leaf
 ga.microbatch(scaled, 4, batch_argnums=-3)(W, X) -> V names -3, and the call has 2
