@@ -73,14 +73,12 @@ k=True -> T must be an int | True of type bool | Pass an int that is known
 W, {} -> V must name arguments that hold | argument 1 is a dict without | Pass the
 W, None -> V must name arguments that hold arrays | argument 1 is None | Pass the batch
 W, X, batch_axes=None -> V hold arrays | None to all leaves of argument 1 | their axis
-W, {"x": X, "id": WORDS}
-  -> T must hold arrays | argument 1 has a list of 8 strings | such as token ids
+W, {"x": X, "id": WORDS} -> T must hold arrays | argument 1 has a | such as token ids
 W, [1.0] * 8 -> T a list of 8 numbers | Pass jnp.asarray of it
 jax.eval_shape(lambda: W), X -> T argument 0 must | the only leaf is a | Pass arrays
 W, {"x": X, "y": jax.eval_shape(lambda: X)} -> T argument 1 | leaf ['y'] | Pass arrays
 W, X[:0] -> V at least one example | shape (0,) | Skip the call
-argnums=1 -> V batch_argnums must not overlap argnums | name argument 1
-  | Give each argument one role | ga_optax.microbatch(
+argnums=1 -> V batch_argnums must not | Give each argument one | ga_optax.microbatch(
 batch_argnums=() -> V batch_argnums must name | () | Leave it out
 batch_argnums=1.5 -> T an int or a sequence of ints | it is 1.5 | Number the positional
 batch_axes="0" -> T batch_axes must be an int, None, or a | it holds '0' | the axis to
@@ -98,10 +96,8 @@ W, {"a": X, "id": np.array(WORDS)} -> T leaf ['id'] | dtype <U1 | None in batch_
 W, X, batch_axes=1 -> V leaf of the batch must have a batch | (8,) | None in batch_axes
 W, {"b": X}, batch_axes={"a": 0} -> V must be a prefix of the | 'a' | Pass an int, None
 {"x": np.ones((8, 3), np.float32), "y": X}, {"w": np.ones(3), "b": W}, k=4
-  -> V But argument 1 has leaves of length 3, argument 0 has 8 in all: is
-  | that the batch? Then swap the arguments, or name that one in batch_argnums.
-W, {"x": X[:3], "y": X[:3]}, k=4 -> V =4 must | leaf ['x'] has shape (3,)
-  | . One example alone has no rows: give each leaf a batch axis.
+  -> V But argument 1 has leaves of length 3, | that the batch? Then swap the arguments,
+W, {"x": X[:3], "y": X[:3]}, k=4 -> V =4 must | leaf ['x'] | . One example alone
 W, X, fun=lambda w, x: x -> V be a scalar | shape | Return its mean
 W, X, fun=lambda w, x: jnp.int32(1) -> T The loss must be real | dtype int32 | Cast it
 W, X, fun=lambda w, x: jax.lax.complex(loss(w, x), w)
@@ -109,8 +105,7 @@ W, X, fun=lambda w, x: jax.lax.complex(loss(w, x), w)
 W, X, fun=returns(X) -> T fun must return the loss | a tuple of 2 | Pass has_aux=True if
 W, X, fun=lambda w, x: None -> T must return the loss | None. | Is a return mis
 W, X, fun=lambda w, x: {"loss": x} -> T the loss | of type dict | Return a
-W, X, fun=loss, has_aux=True
-  -> T return (loss, aux) with has_aux=True | an array of shape () | leave out
+W, X, fun=loss, has_aux=True -> T return (loss, aux) | an array of shape () | leave out
 W, X, fun=lambda w, x: (loss(w, x), 1, 2), has_aux=True
   -> T with has_aux=True | but it returned a tuple of 3. | Return such
 W, X, fun=lambda w, x: None, has_aux=True
@@ -119,18 +114,11 @@ W, X, fun=lambda w, x: None, has_aux=True
 
 # Of `accumulate` alone: there what is split decides what comes out.
 EACH = """
-W, BASE, {"x": ROWS, "y": ROWS}, k=32
-  -> V But argument 1 has leaves of lengths 3, 16 and 64, argument 2 has 2,048 in all:
-  | is that the batch? Pass batch_argnums=2.
-W, BASE, batch={"x": ROWS}, k=5
-  -> V argument 'batch' has 2,048 in all: is that the batch? Pass batch_argnames='batch'
-W, IMAGES, k=4
-  -> V num_microbatches=4 must | leaf ['image'] has shape | Use 1, 2, 5 or 10. Or drop
-  | the last 2 rows, or add 2 rows that a mask leaves out
+W, BASE, {"x": ROWS, "y": ROWS}, k=32 -> V But argument 1 has | Pass batch_argnums=2.
+W, BASE, batch={"x": ROWS}, k=5 -> V argument 'batch' has | batch_argnames='batch'
+W, IMAGES, k=4 -> V num_microbatches=4 must | Use 1, 2, 5 or 10. | the last 2 rows
 W, {"a": X, "id": "a"} -> T leaf ['id'] must be an | of type str | None in batch_axes
-W, CLASSES -> V All leaves of the batch must have one length
-  | say in batch_axes | But each leaf has an axis of 16: are these the rows?
-  | Pass batch_axes={'x': 0, 'y': 1}.
+W, CLASSES -> V All leaves of the | But each leaf has an | Pass batch_axes={'x': 0,
 W, [(np.ones(4), np.ones(3))] * 16, k=4 -> V But the batch is a list of 16 | Stack them
 W, LENGTHS -> V All leaves of the batch | leaf ['b'] has shape (4,) | say in batch_axes
 W, {"x": X} | RAW_KEY -> V ['dropout_key'] has shape | name them in rng_argnums
@@ -144,14 +132,11 @@ rng_argnames=("a", 1) -> T must be a str or a sequence of strs | ('a', 1) | Name
 W, X, X, rng_argnums=2 -> V must name PRNG keys, or trees of them | shape (8,) | one key
 W, X, {"k": jax.random.split(KEYS["a"], 8)}, rng_argnums=2 -> V must name PRNG keys
   | leaf ['k'] of argument 2 has shape (8,) and dtype key | Pass one key
-W, X, rngs=KEYS -> V A PRNG key must differ between micro-batches
-  | argument 'rngs' | rng_argnames='rngs'.
+W, X, rngs=KEYS -> V A PRNG key must differ | argument 'rngs' | rng_argnames='rngs'.
 W, X, KEYS -> V A PRNG key must differ | ['a'] of argument 2  | rng_argnums=2.
 W, {"x": X} | KEYS -> V leaf ['a'] | name them in rng_argnums
 W, {"x": X} | KEYS, batch_axes={"x": 0, "a": None} -> V A PRNG key must differ between
-W, X, {"f": "a"}, rng_argnums=2
-  -> T leaf ['f'] of argument 2 must be an array or a number
-  | of type str | Pass PRNG keys alone
+W, X, {"f": "a"}, rng_argnums=2 -> T leaf ['f'] of | of type str | Pass PRNG keys alone
 W, X, X -> V An argument with the batch's 8 | argument 2, of | batch_argnums=(1, 2) to
 W, X, LENGTHS | {"b": X} -> V 8 rows must have a role | argument 2 | None for it
 W, X, X, X, y=X, batch_argnums=(1, 2), batch_argnames="y"
@@ -159,12 +144,10 @@ W, X, X, X, y=X, batch_argnums=(1, 2), batch_argnames="y"
 weight_fn=3 -> T weight_fn must be a function | is 3 | Pass None
 W, X, weight_fn=lambda x: x -> V be a | shape (4,) | Pass the number of examples
 W, X, weight_fn=lambda x: -1.0 -> V not negative | -1.0 | Pass the number of examples
-W, X, weight_fn=lambda a, b: 1.0
-  -> T must take the batch arguments, argument 1, | (a, b) | Give it one parameter
+W, X, weight_fn=lambda a, b: 1.0 -> T must take the batch | (a, b) | Give it one
 W, X, fun=returns({}), has_aux=True, weight_fn=lambda x: 1.0
   -> T weight_fn must take the batch | takes (x) | Give it one parameter
-aux="median"
-  -> V aux must be one of 'mean', 'sum', 'last', 'stack', 'max', 'min' | holds 'median'
+aux="median" -> V aux must be one of 'mean', 'sum', 'last', 'stack', | holds 'median'
 W, X, fun=returns(1j), has_aux=True, aux="max"
   -> T aux="max" must have real numbers | has dtype complex64 | Use "last" or
 W, X, fun=returns({"a": 1}), has_aux=True, aux={"b": "mean"}
@@ -176,11 +159,9 @@ W, X, fun=returns({"kept": "text"}), has_aux=True
 W, X, X, fun=lambda w, x, c: loss(w, x), carry_argnums=2
   -> T return (loss, carry) with carry_argnums | it returned | leave out carry
 W, X, W, fun=lambda w, x, c: (loss(w, x), c), carry_argnums=2, has_aux=True
-  -> T fun must return (loss, (carry, aux)) with carry_argnums and has_aux=True
-  | it returned | leave out carry_argnums and
+  -> T fun must return (loss, (carry, aux)) | it returned | leave out carry_argnums
 W, X, ZEROS, fun=returns({"a": jnp.zeros(3)}), carry_argnums=2
-  -> V must keep the shape (2,) | shape (3,)
-  | Return each carried argument with the tree
+  -> V must keep the shape (2,) | shape (3,) | Return each carried argument
 W, X, ZEROS, fun=returns({"a": jnp.zeros(2, "bfloat16")}), carry_argnums=2
   -> V dtype float32 | dtype bfloat16 | the tree, shapes and dtypes it came with
 W, X, ZEROS, fun=returns({"b": jnp.zeros(2)}), carry_argnums=2
@@ -194,12 +175,9 @@ num_real_microbatches=1.5 -> T must be an integer scalar | it is 1.5 | Pass how 
 # Of `value_and_grad` alone.
 LAW = """
 W, {"w": np.ones((3, 9, 9)), "b": W[None]}, {"x": ROWS}, k=4
-  -> V =4 must be at most the number of rows, but leaf ['w'] has shape (3, 9, 9). But
-  | argument 1 has leaves of lengths 1 and 3, argument 2 has 2,048 in all: is that the
-  | batch? Pass batch_argnums=2. If not, use 3 or fewer; or,
+  -> V =4 must be at most the | argument 1 has leaves of | batch? Pass batch_argnums=2.
 W, CLASSES, k=4, fun=lambda w, b: jnp.std(w * b["y"])
-  -> V =4 must divide | leaf ['y'] has shape (10, 16) | But each leaf has an axis of 16:
-  | are these the rows? Pass batch_axes={'x': 0, 'y': 1}. If not, use 1
+  -> V =4 must divide | But each leaf has an axis of 16: | Pass batch_axes={'x': 0, 'y': 1}.
 W, X, holomorphic=True -> T parameters must be | argument 0 has dtype float32 | leave
 np.complex64(W), X, fun=lambda w, x: loss(w.real, x), holomorphic=True
   -> T The loss must be complex | dtype float32 | leave holomorphic out
@@ -208,35 +186,25 @@ allow_int=1 -> T allow_int must be a bool | it is 1 | hold integers
 W, "abc" -> V hold arrays | none with an axis: the | is of type str | Pass the batch
 W, {"t": W} -> V hold | none with an axis: leaf ['t'] is a scalar | Pass the batch
 W, {"table": np.ones(11), "x": X}, fun=lambda w, b: jnp.std(w * b["table"])
-  -> V num_microbatches=2 must divide | if rows meet, but leaf ['table'] has shape (11,)
-  | rows meet at | Use 1 or 11; or, | leaf ['table'] None in | drop the last row, or
-  | add 1 row that a mask leaves out of the loss: jnp.where(mask
+  -> V num_microbatches=2 must divide | drop the last row, or | add 1 row that a mask
 accumulator_dtype=jnp.int32 -> T must be a | int32 | Use float32
 accumulator_dtype=jax.dtypes.prng_key -> T must be a floating | prng_key | Use float32
 W, X, accumulator_dtype={"w": None}
-  -> V accumulator_dtype must be one for all leaves, or a prefix | {'w': *}
-  | the parameters are PyTreeDef(*). Take the containers
+  -> V accumulator_dtype must be one for | {'w': *} | the parameters are PyTreeDef(*).
 W, X, accumulator_dtype={"w": 3} -> T must be a floating dtype | it is 3 | Use float32
-k=None -> T One of num_microbatches and microbatch_size must be given | neither was
-  | Pass how many micro-batches there are, or how many rows
-microbatch_size=8 -> T One of num_microbatches and microbatch_size must be given
-  | each of them was | Pass how many
-k=None, microbatch_size=0 -> V microbatch_size must be at least 1 | it is 0
-  | how many rows
+k=None -> T One of num_microbatches and | neither was | Pass how many micro-batches
+microbatch_size=8 -> T One of num_microbatches and | each of them was | Pass how many
+k=None, microbatch_size=0 -> V microbatch_size must be at | it is 0 | how many rows
 k=None, microbatch_size=2.0 -> T microbatch_size must be an | 2.0 | Pass how many rows
-W, X, k=9 -> V num_microbatches=9 must be at most the number of rows, but the only leaf
-  | of argument 1 has shape (8,). Use 8 or fewer.
-W, SEQUENCE, k=4 -> V (1, 11). Use 1 or fewer. Is it one sequence? Its tokens lie
-  | along axis 1: batch_axes=1. | One example alone
+W, X, k=9 -> V num_microbatches=9 must be at most | of argument 1 has shape (8,). Use 8
+W, SEQUENCE, k=4 -> V (1, 11). Use 1 or fewer. | along axis 1: | One example alone
 W, SEQUENCE, k=4, batch_axes=1, fun=shifted -> V =4 must divide | (1, 11) | rows meet at
   | Use 1 or 11. | If fun cuts labels off a sequence | inputs and labels in the data
 W, X[:7], fun=softmax, k=None, microbatch_size=4
-  -> V microbatch_size=4 must divide | if rows meet, but | (7,) | Use 1 or 7.
-  | drop the last 3 rows, or add 1 row that
+  -> V microbatch_size=4 must divide | Use 1 or 7. | drop the last 3 rows
 W, X[:7], fun=softmax, k=5 -> V num_microbatches=5 must divide | rows meet at | 1 or 7.
 W, np.ones((7, 16)), REFERENCE, fun=softmax, k=5, batch_argnums=(1, 2)
-  -> V must divide | argument 2 has leaves of 3 and 5 rows: if they are parameters
-  | of a reference model, take it out of batch_argnums.
+  -> V must divide | argument 2 has leaves of 3 and 5 | take it out of batch_argnums.
 W, X[:7], fun=lambda w, x: jnp.std(w * x), k=None, microbatch_size=2
   -> V microbatch_size=2 must | shape (7,) | rows meet at | Use 1 or 7. | add 1 row
 W, fun=lambda w: jnp.mean(X * w) -> V fun must take its batch: what it closes
@@ -317,8 +285,7 @@ def mapped(make, sync="last", **where):
 
 VERIFY = """
 verify(params={"x": X, "y": X}, batch={"w": np.ones(3), "b": np.ones(5)})
-  -> V batch has leaves of lengths 3 and 5, params has 8 in all: is that the batch?
-  | Then swap them. verify asks
+  -> V batch has leaves of lengths 3 and 5, params has 8 | Then swap them.
 verify(k=3) -> V must divide the batch axis | one size | use 1, 2, 4 or 8. | any number
 verify(params={}) -> V params must | this dict has no array
 verify(params={"n": jnp.arange(3)}) -> T leaf ['n'] of params
@@ -365,8 +332,7 @@ plan(memory_limit=None) -> V memory_limit must be given | "16GiB"
 WORDS_OF_OTHERS = """
 ga.verify(jnp.mean, 1.0, X, 2, rngs=2) -> T rngs was passed | Is it rng?
 ga.value_and_grad(jnp.mean, n_microbatches=2)
-  -> T value_and_grad must be among num_microbatches, | but n_microbatches was passed.
-  | Is it num_microbatches? | docs/migrating.md
+  -> T value_and_grad must be among | Is it num_microbatches? | docs/migrating.md
 ga.value_and_grad(jnp.mean, 2, rows=3) -> T rows was passed | Leave it out.
 ga.microbatch(lambda w, x: "text", 2)(W, X) -> T fun returns must be arrays | only leaf
 ga.microbatch(scaled, 4, batch_argnums=-3)(W, X) -> V names -3, and the call has 2
@@ -413,18 +379,14 @@ sharded(name="rows") -> V must be an axis of the mesh | 'data' | splits
 sharded(60) -> V 8 devices | must divide | (60, 16) | 56 or 64
 sharded(4) -> V 8 devices | must divide | (4, 16) | Use a batch of 8.
 sharded(k=3) -> V num_microbatches=3 must divide | 8 examples | 1, 2, 4 or 8
-sharded(6, frozen=True) -> V (6, 16). But argument 1 has leaves of length 6, argument 2
-  | 64 in all: is that the batch? Pass batch_argnums=2. If not, use a batch of 8.
+sharded(6, frozen=True) -> V (6, 16). But argument 1 has | Pass batch_argnums=2.
 explicit() -> V of each of the 8 devices, 8 examples | 2, 4
 sharded(48, 1, 3, logical_devices=8)
   -> V must divide logical_devices=8 | are 3. | Use 1, 2, 4 or 8
-sharded(12, 1, 2, logical_devices=8)
-  -> V 8 logical devices | (12, 16) | a batch of 8 or 16
-sharded(32, 3, 2, logical_devices=8)
-  -> V each of the 8 logical devices, 4 examples | Use 1, 2 or 4
+sharded(12, 1, 2, logical_devices=8) -> V 8 logical devices | (12, 16) | a batch of 8
+sharded(32, 3, 2, logical_devices=8) -> V each of the 8 logical devices, | Use 1, 2 or 4
 mapped(ga.value_and_grad)
-  -> V A jax.shard_map in fun over 'data' does not go with data_axis= and sync="last".
-  | Pass sync="each", or no data_axis, | leave the shard_map out
+  -> V A jax.shard_map in fun over | Pass sync="each", or no | leave the shard_map out
 mapped(ga.value_and_grad, mesh=mesh_of(2)) -> V A jax.shard_map in fun over 'data'
 mapped(mean_of) -> V A jax.shard_map in fun over 'data' | Pass sync="each", or no
 carried(jax.random.key(0)) -> T With a data_axis | a PRNG key | it in rng_argnums
@@ -440,8 +402,7 @@ sharded(NAME=P("data")) -> V leaf ['w'] | (3, 8, 16)
 sharded(NAME={"w": P(), "b": P("data", *[None] * 9)})
   -> V NAME must fit the param | 10 entries, and leaf ['b'] | at most one entry
 sharded(NAME={"w": P(), "c": P()}) -> V prefix | leaf ['b'] has no spec | Pass jax
-sharded(NAME={"w": P(), "b": P(), "c": P()})
-  -> V prefix | have no leaf ['c'], which has a spec | Pass jax.tree
+sharded(NAME={"w": P(), "b": P(), "c": P()}) -> V prefix | have no leaf | Pass jax.tree
 sharded(NAME=ORDERED) -> V prefix | the types of containers differ | Pass jax
 sharded(NAME=P("dta")) -> V NAME must name axes | the only leaf names 'dta', | Name one
 sharded(NAME=P(None, ("data", "dta"))) -> V axes of the mesh, each | names 'dta', and
@@ -615,13 +576,10 @@ TX.update(GRADS, DENSE, STATE) -> T swapped? | grads, state, params
 TX.update(STATE, GRADS, DENSE) -> T swapped? | grads, state, params
 ga.flush(TX, DENSE, STATE) -> T swapped? | grads, state, params
 TX.init(STATE) -> T swapped? | grads, state, params
-ga.apply_gradients(GRADS, TX, STATE, DENSE)
-  -> T must be an optax.GradientTransformation, but it is of type dict
-  | The order is apply
+ga.apply_gradients(GRADS, TX, STATE, DENSE) -> T must be an | The order is apply
 ga.apply_gradients(STATE, GRADS, TX, DENSE)
   -> T an optax.GradientTransformation | MultiStepsState | order is apply_gradients(tx
-ga.flush(STATE, TX, DENSE) -> T of type MultiStepsState
-  | The order is apply_gradients(tx
+ga.flush(STATE, TX, DENSE) -> T of type MultiStepsState | The order is
 update(state=STATE._replace(counters=STATE.counters[1:])) -> V must be int32[4]
 ga.from_optax(SGD.init(DENSE)) -> V there is none
 update(state=OF_OPTAX.init(DENSE)) -> T from_optax
