@@ -254,28 +254,6 @@ def test_no_line_of_a_loss_is_empty_or_of_a_package():
     assert [line for line in lines if not line.startswith(HERE)] == []
 
 
-def test_the_table_has_a_line_for_what_is_alike_and_one_for_all():
-    def layers(p, x):
-        def body(h, w):
-            return jnp.tanh(h @ w - h.mean(0)), None
-
-        return (jax.lax.scan(body, x, p)[0] ** 2).mean()
-
-    it = found(layers, jnp.ones((3, 32, 32)), jnp.ones((ROWS, 32)))
-    table, told = str(it).split("\n\n")
-    header, _, *rows = table.splitlines()
-    assert header.startswith("what meets  ")
-    [sums] = [row for row in rows if "sums of 32 numbers" in row]
-    assert sums.startswith("3 sums of 32 numbers")
-    assert " 384 " in sums
-    assert f"{line_in(layers, 2)}:" in sums
-    assert told.startswith("forward, backward: how many times")
-    total = told[told.index("In all") :].replace("\n", " ")
-    assert total.startswith(f"In all: {it.forward_passes} forward pass")
-    assert f"in about {it.peak_bytes:,} bytes." in total
-    assert it.kept_bytes == sum(x.nbytes for x in (*it.meetings, *it.kept))
-
-
 def test_arguments_are_those_of_the_step_or_their_types():
     def fun(p, x, key, train, scale=1.0):
         keep = jax.random.bernoulli(key, 0.5, x.shape) if train else 1.0

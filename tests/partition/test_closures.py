@@ -166,17 +166,6 @@ def test_a_rule_closes_over_what_a_vmap_around_it_maps(rule):
 
     assert off(scaled(divided)(PARAMS), scaled(loss)(PARAMS)) < BOUND
     assert ga.batch_dependencies(loss, K)(PARAMS, BATCH).meetings
-    # Micro-batches by themselves have gradients of their own: of a mean of rows.
-    each = lambda p, b: jnp.mean(jax.vmap(lambda *x: mapped(rule)(p, one(x)))(*b))  # noqa: E731
-    batch = BATCH["scale"], BATCH["x"]
-    _, acc = jax.jit(ga.accumulate(each, K))(ga.accumulator.init(PARAMS), PARAMS, batch)
-    assert off(ga.accumulator.mean(acc), jax.grad(each)(PARAMS, batch)) < BOUND
-    assert ga.verify(each, PARAMS, batch, K).ok
-
-
-def one(x):
-    """A batch of one row."""
-    return dict(zip(("scale", "x"), (a[None] for a in x), strict=True))
 
 
 def test_an_array_that_is_a_parameter_s_is_refused_as_jax_refuses_it():

@@ -225,14 +225,6 @@ def test_a_rule_that_no_tangent_reaches_does_not_run():
         ga.value_and_grad(lambda *args: loss(*args, jnp.tanh), 2)(*arguments())
 
 
-def test_without_it_a_future_jax_differentiates(monkeypatch):
-    expected = jax.jit(ga.value_and_grad(dense, 2, optimize=False))(*arguments())
-    monkeypatch.setattr(pullback, "with_pullback_of_equals", None)
-    with pytest.warns(UserWarning, match="NoneType.*optimize=False"):
-        got = jax.jit(ga.value_and_grad(dense, 2))(*arguments())
-    assert helpers.bits(got) == helpers.bits(expected)
-
-
 ALIKE = {
     # Each time a new function.
     "checkpoint": lambda x: jax.checkpoint(lambda x: jnp.tanh(x) * 2)(x),
