@@ -222,6 +222,23 @@ def test_where_jax_is_finite_a_random_softmax_is_no_farther_from_the_truth(seed)
         assert abs(np.longdouble(x) - true) <= bound + abs(y - true)
 
 
+@pytest.mark.parametrize("dtype", shifts.DTYPES)
+def test_large_factors_overflow_no_sum_that_does_not_in_jax(dtype, float64):
+    def loss(t, b):
+        return jnp.mean(jax.nn.logsumexp(b[0] * t, axis=0, b=b[1]))
+
+    rows = np.arange(16)[:, None] * np.ones((1, 2), int)
+    x = np.where(rows, -80.0, 0) * (8 if dtype == jnp.float64 else 1)
+    f = np.where(rows, 0.6, 0) * float(jnp.finfo(dtype).max) + (rows == 0)
+    b, one = (jnp.asarray(x, dtype), jnp.asarray(f, dtype)), jnp.ones([], dtype)
+    due = jax.value_and_grad(loss)(one, b)
+    assert all(map(jnp.isfinite, due))
+    for k in (2, 4, 16):
+        ours = jax.jit(ga.value_and_grad(loss, k))(one, b)
+        # 16 terms, as many roundings of each, relative to the largest of them.
+        assert off(ours, due) < 32 * float(jnp.finfo(dtype).eps)
+
+
 @pytest.mark.quick
 def test_what_a_mask_takes_out_after_exp_may_have_any_factor(float64):
     x, keeps = jnp.arange(8.0), jnp.arange(8) % 2 == 0
