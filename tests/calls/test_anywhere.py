@@ -124,7 +124,7 @@ def in_model(f, *args):
 
 
 _CHECKS = "in a region that checks"
-OF_LOSSES = {
+WAYS = {
     "value": lambda f, *args: f(*args),
     "gradient": lambda f, *args: grad(f)(*args),
     "gradient of rows alone": lambda f, *args: jax.grad(f, 1)(*args),
@@ -143,15 +143,6 @@ OF_LOSSES = {
     "in a region of a mesh": in_region,
     _CHECKS: partial(in_region, check_vma=True),
 }
-OF_MODELS = {  # inside of steps and loops of any kind: test_law_random
-    "in a model": in_model,
-    "in a checkpoint": lambda f, *xs: jax.value_and_grad(jax.checkpoint(model(f)))(*xs),
-    "in a window": lambda f, *xs: ga.value_and_grad(model(f), 2, batch_argnums=(1, 2))(
-        *xs
-    ),
-    "in another": lambda f, *args: jax.value_and_grad(over(model(f), 2))(*args),
-    "in a finer one": lambda f, *args: jax.value_and_grad(over(model(f), 16))(*args),
-}
 FUNCTIONS = {
     "a mean": head,
     "rows": each,
@@ -164,7 +155,7 @@ _FORWARD = ("jvp", "linearize", "second derivatives, forward over reverse")
 
 def cases():
     for of, f in FUNCTIONS.items():
-        for name in (*OF_LOSSES, *OF_MODELS):
+        for name in WAYS:
             no_forward_mode = f is ruled and name in _FORWARD
             has_no_types = f in (normed, normed_each) and name == _CHECKS
             if not (no_forward_mode or has_no_types):
@@ -175,13 +166,12 @@ def cases():
 @pytest.mark.usefixtures("fast_compilation", "float64")
 @pytest.mark.parametrize(("of", "name"), list(cases()))
 def test_it_is_the_function_wherever_it_stands(of, name):
-    f, way = FUNCTIONS[of], (OF_MODELS | OF_LOSSES)[name]
+    """In models, and in one another: test_law_random."""
+    f, way = FUNCTIONS[of], WAYS[name]
     is_scalar = f in (head, normed, ruled) or name in ("value", "vjp", "jvp")
     scalar = (lambda f: f) if is_scalar else squared
-    plain = in_model if name in OF_MODELS else way
-    args = (params() if name in OF_MODELS else arrays()[0], *arrays()[1:])
-    steps = partial(way, scalar(over(f))), partial(plain, scalar(f))
-    assert off(*(jax.jit(step)(*args) for step in steps)) < BOUND
+    steps = partial(way, scalar(over(f))), partial(way, scalar(f))
+    assert off(*(jax.jit(step)(*arrays()) for step in steps)) < BOUND
 
 
 def whole(f, argnums=(1, 2), **options):
