@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from corpus.rules import affine
 from helpers import (
     bits,
     mesh_of,
@@ -377,11 +378,6 @@ def test_what_does_not_fit_says_what_was_required_what_came_and_what_to_do(
 
 
 # -- Functions that are associative ----------------------------------------------------
-
-
-def affine(x, y):
-    """Of functions a·x + b, as pairs of a and b, the second after the first."""
-    return x[0] * y[0], y[0] * x[1] + y[1]
 
 
 @pytest.mark.slow
