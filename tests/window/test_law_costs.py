@@ -21,16 +21,12 @@ from helpers import (
     put,
     temporaries,
 )
-from jax.interpreters import partial_eval
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax._calls import engine
 from ga_optax._partition import reductions, rules
 from ga_optax._passes import alive, jaxprs
 from ga_optax._window import flat, room, run
-from ga_optax._window.meetings import is_collective
-from ga_optax._window.schedule import Level
 
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion"),
@@ -466,49 +462,6 @@ def test_no_loss_takes_more_than_one_and_a_half_times_its_products(name, low):
     if low:  # no more of anything than in float32, but for a few numbers that are kept
         wide = compare.counted(case) | {"kept": max(512, compare.counted(case)["kept"])}
         assert all(found[figure] <= wide[figure] for figure in found)
-
-
-def without_rows(plan, xs):
-    """Which values need no rows, if those of earlier levels are known."""
-    jaxpr, axis = plan.schedule.jaxpr, plan.schedule.axis
-    met = [x for e in jaxpr.eqns if is_collective(e, axis) for x in e.outvars]
-    eqns = [e for e in jaxpr.eqns if not is_collective(e, axis)]
-    ends = {"invars": [*jaxpr.invars, *met], "eqns": eqns}
-    if hasattr(jaxpr, "debug_info"):  # it has names of all arguments
-        ends["debug_info"] = jaxpr.debug_info.with_unknown_names()
-
-    def reads(x):
-        one = jaxpr.replace(**ends, outvars=[x])
-        used = partial_eval.dce_jaxpr(one, [True])[1]
-        return {v for v, its in zip(one.invars, used, strict=True) if its}
-
-    return [x for x in xs if reads(x).isdisjoint(plan.of_rows)]
-
-
-# A scan over rows that also returns what all rows share keeps four numbers of it.
-KEPT_ANYWAY = {("decoder, spread", False): 1}
-
-
-@pytest.mark.grid(6, 20)
-@pytest.mark.parametrize(("name", "low"), PROMISED)
-def test_no_loop_keeps_or_computes_what_all_rows_share(name, low, monkeypatch):
-    """But for a twentieth of the work of a loop, or a hundred operations."""
-    plans, planned = [], engine.plan_window
-    record = lambda *given: plans.append(planned(*given)) or plans[-1]  # noqa: E731
-    monkeypatch.setattr(engine, "plan_window", record)
-    case = CASES[name]
-    fun, *args = compare.in_dtype(case, LOW) if low else case
-    ga.batch_dependencies(fun, compare.K)(*args)
-    for plan in plans:
-        schedule = plan.schedule
-        kept = [b.operand for b in schedule.buffers if b.kind == "residual"]
-        assert len(without_rows(plan, kept)) == KEPT_ANYWAY.get((name, low), 0)
-        for level in range(1, schedule.end + 1):
-            run, _ = schedule.needed(schedule.roots(level), Level(level))
-            dear = [e for e in run if not jaxprs.is_cheap(e)]
-            shared = [e for e in dear if without_rows(plan, e.outvars) == e.outvars]
-            little = max(100, sum(map(jaxprs.work, run)) / 20)
-            assert sum(map(jaxprs.work, shared)) <= little
 
 
 MEANS = "mean", "total", "classes", "masked", "checkpointed", "tokens"
