@@ -4,7 +4,6 @@ A table has a row for each error: `code -> V parts | of the message`, in their o
 `ValueError`, and T of a `TypeError`. A row goes on in lines that are indented.
 """
 
-import collections
 import functools
 
 import jax
@@ -70,7 +69,6 @@ BOTH = """
 k=0 -> V must be at least 1 | it is 0 | 1 is the undivided batch
 k=True -> T must be an int | True of type bool | Pass an int that is known
 W, {} -> V must name arguments that hold | argument 1 is a dict without | Pass the
-W, None -> V must name arguments that hold arrays | argument 1 is None | Pass the batch
 W, X, batch_axes=None -> V hold arrays | None to all leaves of argument 1 | their axis
 W, {"x": X, "id": WORDS} -> T must hold arrays | argument 1 has a | such as token ids
 W, [1.0] * 8 -> T a list of 8 numbers | Pass jnp.asarray of it
@@ -186,14 +184,11 @@ W, {"t": W} -> V hold | none with an axis: leaf ['t'] is a scalar | Pass the bat
 W, {"table": np.ones(11), "x": X}, fun=lambda w, b: jnp.std(w * b["table"])
   -> V num_microbatches=2 must divide | drop the last row, or | add 1 row that a mask
 accumulator_dtype=jnp.int32 -> T must be a | int32 | Use float32
-accumulator_dtype=jax.dtypes.prng_key -> T must be a floating | prng_key | Use float32
 W, X, accumulator_dtype={"w": None}
   -> V accumulator_dtype must be one for | {'w': *} | the parameters are PyTreeDef(*).
-W, X, accumulator_dtype={"w": 3} -> T must be a floating dtype | it is 3 | Use float32
 k=None -> T One of num_microbatches and | neither was | Pass how many micro-batches
 microbatch_size=8 -> T One of num_microbatches and | each of them was | Pass how many
 k=None, microbatch_size=0 -> V microbatch_size must be at | it is 0 | how many rows
-k=None, microbatch_size=2.0 -> T microbatch_size must be an | 2.0 | Pass how many rows
 W, X, k=9 -> V num_microbatches=9 must be at most | of argument 1 has shape (8,). Use 8
 W, SEQUENCE, k=4 -> V (1, 11). Use 1 or fewer. | along axis 1: | One example alone
 W, SEQUENCE, k=4, batch_axes=1, fun=shifted -> V =4 must divide | (1, 11) | rows meet at
@@ -229,7 +224,6 @@ def test_what_does_not_fit_is_refused(make, code, error, said):
 
 PARAMS = {"w": jnp.ones((3, 8, 16)), "b": jnp.ones(16)}
 LOGICAL = ga.DataAxis("data", logical_devices=4)
-ORDERED = collections.OrderedDict(w=P(), b=P())
 
 
 def verify(fun=untraced, params=W, batch=X, k=2, **options):
@@ -358,18 +352,13 @@ ga.DataAxis("data", param_specs=P("data"), grad_specs=P("data"))
   -> V grad_specs must be None with param_specs | one of them out
 ga.DataAxis("data", logical_devices=6) -> V power of two | it is 6. | Use 4 or 8
 ga.DataAxis("data", logical_devices=0) -> V at least 1 | it is 0
-ga.DataAxis("data", logical_devices=8.0) -> T an int | 8.0
 ga.DataAxis("data", logical_devices=8, sync="each") -> V sync is "each"
 ga.value_and_grad(untraced, 2, data_axis=LOGICAL)
   -> V no logical_devices | logical_devices=4 | Use ga_optax.accumulate
-ga.microbatch(untraced, 2, data_axis=LOGICAL) -> V no logical_devices | Use ga_optax.acc
-ga.batch_dependencies(untraced, 2, data_axis=LOGICAL) -> V no logical_devices
-  | Use ga_opt
 ga.value_and_grad(untraced, 2, data_axis="data")(W, X)
   -> V there is no mesh. | Call inside jax.set_mesh
 sharded(name="rows") -> V must be an axis of the mesh | 'data' | splits
 sharded(60) -> V 8 devices | must divide | (60, 16) | 56 or 64
-sharded(4) -> V 8 devices | must divide | (4, 16) | Use a batch of 8.
 sharded(k=3) -> V num_microbatches=3 must divide | 8 examples | 1, 2, 4 or 8
 sharded(6, frozen=True) -> V (6, 16). But argument 1 has | Pass batch_argnums=2.
 explicit() -> V of each of the 8 devices, 8 examples | 2, 4
@@ -379,7 +368,6 @@ sharded(12, 1, 2, logical_devices=8) -> V 8 logical devices | (12, 16) | a batch
 sharded(32, 3, 2, logical_devices=8) -> V each of the 8 logical devices, | Use 1, 2 or 4
 mapped(ga.value_and_grad)
   -> V A jax.shard_map in fun over | Pass sync="each", or no | leave the shard_map out
-mapped(ga.value_and_grad, mesh=mesh_of(2)) -> V A jax.shard_map in fun over 'data'
 mapped(mean_of) -> V A jax.shard_map in fun over 'data' | Pass sync="each", or no
 carried(jax.random.key(0)) -> T With a data_axis | a PRNG key | it in rng_argnums
 ga.merge_across(jnp.ones(3), "data") -> T acc must be of type | pass the accumulator
@@ -395,10 +383,7 @@ sharded(NAME={"w": P(), "b": P("data", *[None] * 9)})
   -> V NAME must fit the param | 10 entries, and leaf ['b'] | at most one entry
 sharded(NAME={"w": P(), "c": P()}) -> V prefix | leaf ['b'] has no spec | Pass jax
 sharded(NAME={"w": P(), "b": P(), "c": P()}) -> V prefix | have no leaf | Pass jax.tree
-sharded(NAME=ORDERED) -> V prefix | the types of containers differ | Pass jax
 sharded(NAME=P("dta")) -> V NAME must name axes | the only leaf names 'dta', | Name one
-sharded(NAME=P(None, ("data", "dta"))) -> V axes of the mesh, each | names 'dta', and
-sharded(NAME=P(3)) -> V NAME must name axes of the mesh, each | the only leaf names 3
 sharded(NAME=P("data", None, "data")) -> V axes of the mesh, each | 'data' twice, and
 """
 DEVICES += "".join(SPECS.replace("NAME", x) for x in ("param_specs", "grad_specs"))
@@ -453,7 +438,7 @@ def chained(inner):
 
 TX, CHAIN = made(), optax.chain(optax.clip(1.0), made())
 NORMED, INNER = made(track_norm=True), made(opt=PLAIN)
-STATE, HELD, NORM = (tx.init(DENSE) for tx in (TX, CHAIN, NORMED))
+STATE, NORM = (tx.init(DENSE) for tx in (TX, NORMED))
 AVERAGES = {"of_tx": {"opt": PLATEAU, "mean_argnames": "value"}}
 OF_OPTAX = optax.MultiSteps(SGD, 4)
 OF_ONE = {"of_tx": {"k": 1}}
@@ -477,17 +462,13 @@ optax.contrib.split_real_and_imaginary(THEN) -> is that
 MADE = """
 made(np.int32(0)) -> V at least 1
 made(2.0) -> T int or a function, but it is 2.0 of type float
-made(True) -> T True of type bool
 traced(lambda step: step * 1j) -> T every_k_schedule must be an int, but it is complex
-traced(lambda step: jnp.stack([step] * 2)) -> T an int, but it is int32[2]
 started(opt=TX) -> V 2 x 2 = 4 micro-steps
 started(opt=OF_OPTAX) -> V it is an optax.MultiS
 chained(TX) -> V at [1] is that of a ga_optax.MultiSteps | k x (the inner k)
 chained(OF_OPTAX.gradient_transformation()) -> V at [1] | an optax.MultiSteps
 made(opt=optax.adam) -> T must be an optax
-made(opt="adam") -> T must be an optax
 made(should_skip_update_fn=True) -> T should_skip_update_fn must be a function
-made(should_drop_window_fn=True) -> T should_drop_window_fn must be a function
 skips((jnp.ones(2, bool), ())) -> V boolean scalar | bool and shape (2,)
 skips(jnp.array(True)) -> V the pair
 made(should_skip_update_fn=ga.drop_window_if_not_finite)
@@ -497,7 +478,6 @@ started(accumulator_dtype={"dense": {"bias": None}})
   -> V The dtype must be one for all leaves, or a prefix | Take the containers
 made(track_norm=1) -> T track_norm must be a Python bool
 made(opt=PLATEAU, mean_argnames="weight") -> V mean_argnames must name
-made(opt=PLATEAU, mean_argnames=("value", 3)) -> V mean_argnames must name
 """
 for _row in WITHIN.strip().splitlines():
     _opt, _, _at = _row.partition(" -> ")
@@ -513,9 +493,7 @@ for _call in ("started", "traced"):
 {_call}(lambda step, k=jnp.int32(-3): k) -> V at least 1, but it is -3
 {_call}(lambda step: -0.5) -> V every_k_schedule must be at least 1, but it is 0
 {_call}(lambda step: np.nan) -> T every_k_schedule must be an int, but it is nan
-{_call}(lambda step: np.array([2])) -> T an int, but it is array([2])
 {_call}(lambda step: jnp.ones(2)) -> T an int | Return the number of micro-steps
-{_call}(lambda step: True) -> T an int | Return the number of micro-steps
 """
 
 ACROSS = """
@@ -523,17 +501,14 @@ apply(params=OTHER) -> V ['dense']['kernel'] | params
 flush(params=OTHER) -> V ['dense']['kernel'] | params
 TX.init(WHOLE) -> T leaf ['name'] of params | Pass a tree of arrays alone
 apply(grads=(1.0, GRADS)) -> V pair which value_and_grad returns: pass the second
-update(grads=((1.0, {}), GRADS)) -> V pair which value_and_grad returns: pass the second
 apply(params=None) -> T params must be the parameters
 apply(value=ONE, **AVERAGES) -> V value must be a scalar | (1,)
 apply(value=3.0, state=STATE, **AVERAGES) -> V must fit mean_argnames | while no window
-apply(**AVERAGES) -> T value must be a real | every call
 apply(value="3", **AVERAGES) -> T value must be a real | every call
 update(of_tx={"opt": PLATEAU}) -> T 'value'
 # One that is misspelt does not go to the optimizer in silence.
 update(wieght=3.0) -> T 'wieght' looks like 'weight'
 apply(weights=3.0) -> T 'weights' looks like 'weight'
-apply(emits=3.0) -> T 'emits' looks like 'emit'
 update(emit=True) -> T only ga_optax.apply_gradients has emit=. Call it instead
 apply(INNER, loss=3.0) -> T plain GradientTransformation | 'loss'
 flush(INNER, loss=3.0) -> T plain GradientTransformation | 'loss'
@@ -549,12 +524,9 @@ apply(emit=ONE[0] > 0, **OF_ONE) -> V must hold an accumulator
 apply(CHAIN, emit=True) -> T emit needs tx | MultiSteps(optax.chain
 flush(CHAIN) -> T flush needs tx
 update(state=SGD.init(DENSE)) -> T must be a MultiStepsState
-update(state={"mini_step": 1}) -> T must be a MultiStepsState | without a target
 ga.apply_gradients(TX, GRADS, DENSE, STATE) -> T swapped? | grads, state, params
 ga.apply_gradients(SGD, SGD.init(DENSE), GRADS, DENSE) -> T swapped? | grads, state, par
 TX.update(GRADS, DENSE, STATE) -> T swapped? | grads, state, params
-ga.flush(TX, DENSE, STATE) -> T swapped? | grads, state, params
-TX.init(STATE) -> T swapped? | grads, state, params
 ga.apply_gradients(GRADS, TX, STATE, DENSE) -> T must be an | The order is apply
 ga.apply_gradients(STATE, GRADS, TX, DENSE)
   -> T an optax.GradientTransformation | MultiStepsState | order is apply_gradients(tx
@@ -565,7 +537,6 @@ update(state=OF_OPTAX.init(DENSE)) -> T from_optax
 ga.has_updated(OF_OPTAX.init(DENSE)) -> V from_optax
 # The norm.
 ga.grad_norm(STATE) -> V track_norm=True, but the field grad_norm is
-ga.grad_norm(optax.EmptyState()) -> V none in this EmptyState
 ga.grad_norm((NORM, NORM)) -> V 2: [0] | , [1] | Pass one
 apply(NORMED, state=STATE) -> V _replace(grad_norm=
 flush(NORMED, state=STATE) -> V _replace(grad_norm=
@@ -614,7 +585,6 @@ def epoch(*args, key=KEYS["a"]):
 FOLDS = """
 added([DENSE]) -> V ['dense']['bias']
 added(spoilt(kernel=jnp.ones((2, 3), int))) -> T ['dense']['kernel'] | int32
-added(spoilt(bias=jnp.ones(3, "complex64"))) -> T ['dense']['bias'] | complex64
 added([ONE], None, (ONE,)) -> V containers differ
 added(weight=jnp.ones(2)) -> V scalar | (2,)
 added(weight=float("nan")) -> V finite | nan
@@ -661,13 +631,10 @@ for _draw in ("window", "epoch"):
 {_draw}(0, 100, 10, 3) -> V num_microbatches=3 must divide batch_size
 {_draw}(0, 100, 0, 1) -> V batch_size must be at least 1
 {_draw}(0, 2**31, 10, 1) -> V fit in an int32
-{_draw}(0, 100, 10.0, 1) -> T batch_size must be an int, but it is 10.0
 {_draw}(0, True, 10, 1) -> T num_examples must be an int
 {_draw}(-1, 100, 10, 1) -> V step must not be negative
 {_draw}(0.5, 100, 10, 1) -> T step must be an integer scalar
-{_draw}(np.arange(2), 100, 10, 1) -> T has shape (2,)
 {_draw}(2**32, 100, 10, 1) -> V must | from 0
-{_draw}(np.int8(-1), 100, 10, 1) -> V must | from 0
 {_draw}(0, 10, 4, 2, key=None) -> T key must be one PRNG key | None | jax.random.key(0)
 {_draw}(0, 10, 4, 2, key=W) -> T one PRNG key | np.float32(2.0).
   | Pass jax.random.key(0)
