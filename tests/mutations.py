@@ -88,9 +88,6 @@ FAULTS = """
 * a number that is picked twice is that of other rows
 - here = here // jnp.asarray(times, x.dtype) if times > 1 else here
 + here = here % jnp.asarray(n // w.axis.size, x.dtype) if times > 1 else here
-* picks of rows in several segments need all rows
-- if rows is None or operand.dim not in index_map:
-+ if rows is None or operand.dim not in index_map or rows.segments > 1:
 @ _passes/shared.py: test_law
 * parameters of the host have no stand-in
 -     return equation.primitive.name == primitives.PUT
@@ -136,6 +133,10 @@ FAULTS = """
 * a table that a loss closes over is refused
 -     except ManualAxisError as error:
 +     except ZeroDivisionError as error:
+@ _partition/indexing.py: test_law_devices
+* picks of rows in several segments need all rows
+- if rows is None or operand.dim not in index_map:
++ if rows is None or operand.dim not in index_map or rows.segments > 1:
 @ _partition/nested.py: test_law_devices
 * a scan over rows in several segments has all rows
 - if how.length % (rows.segments * held.unit(w.axis.parts)):
@@ -339,10 +340,11 @@ FAULTS = """
 * gradients of rows upside down
 - for x, aval, d in triples
 + for x, aval, d in ((x[::-1], *r) for x, *r in triples)
-@ _passes/primitives.py: test_products test_table
+@ _passes/primitives.py: test_table
 * rows of a sum over an axis of jax.vmap lie along another axis
 - return ins, [[d for d in dims if d not in e.params["axes"]] for dims in ins]
 + return ins, [[*dims][: -len(e.params["axes"])] for dims in ins]
+@ _passes/primitives.py: test_law_dtypes
 * a gradient that is rounded for its sum is rounded before, too
 - _entry("custom_jvp_call", None, "", DEAR, PASSED,
 + _entry("custom_jvp_call", None, "", DEAR,
@@ -596,6 +598,9 @@ FAULTS = """
 - for part, meetings, xs in triples:
 + for part, meetings, xs in triples[:1]:
 @ _checks.py: test_refused
+* an unknown keyword has no nearest option
+- meant = difflib.get_close_matches(keyword, options, 1)
++ meant = []
 * a type passes for an array
 - if isinstance(x, jax.ShapeDtypeStruct):
 + if False:
@@ -613,10 +618,6 @@ FAULTS = """
 * reduced gradients that nobody refuses
 -         if reduced:
 +         if False:
-@ _checks.py: test_law
-* an unknown keyword has no nearest option
-- meant = difflib.get_close_matches(keyword, options, 1)
-+ meant = []
 @ _across/config.py: test_multi_steps_devices
 * the sum over devices of one device's accumulator is its own
 - whole = collectives.merge_across(acc._replace(total=total), self.axes)
@@ -799,6 +800,7 @@ FAULTS = """
 * a promise that is not checked
 - why = "" if types == due else
 + why = "" if types else
+@ _partition/splits.py: test_table
 * a scan by what is associative takes its own total twice
 - last = jnp.maximum(at - 1, 0)
 + last = at

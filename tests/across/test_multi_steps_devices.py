@@ -27,15 +27,10 @@ def loss(params, batch):
     return jnp.sum(jnp.square(h) * batch["mask"]) / jnp.sum(batch["mask"])
 
 
-def make(n=2 * K):
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(1, WIDTH + 1, size=(n, ROWS, 1))
-    mask = jnp.asarray(np.arange(WIDTH) < lengths, jnp.float32)
-    return {"x": array(n, ROWS, WIDTH), "mask": mask}
-
-
+LENGTHS = np.random.default_rng(0).integers(1, WIDTH + 1, size=(2 * K, ROWS, 1))
+MASK = jnp.asarray(np.arange(WIDTH) < LENGTHS, jnp.float32)
+BATCHES = {"x": array(2 * K, ROWS, WIDTH), "mask": MASK}
 PARAMS = {"w": array(WIDTH, WIDTH) / 4, "b": jnp.zeros(WIDTH)}
-BATCHES = make()
 
 
 def part(i, batches=BATCHES):
@@ -85,11 +80,11 @@ def run(tx, batches=BATCHES, steps=2 * K, step=None, **options):
     return params, state
 
 
-def alone(*windows, batches=BATCHES):
+def alone(*windows):
     """The windows as whole batches, on one device, by Optax alone."""
     params, state = PARAMS, ADAM.init(PARAMS)
     for rows in windows:
-        whole = jax.tree.map(lambda x, r=rows: jnp.concatenate(x[r]), batches)
+        whole = jax.tree.map(lambda x, r=rows: jnp.concatenate(x[r]), BATCHES)
         updates, state = ADAM.update(jax.grad(loss)(params, whole), state, params)
         params = optax.apply_updates(params, updates)
     return params
@@ -138,31 +133,6 @@ def test_the_step_reduces_the_gradient_once_and_no_other_communicates(emit):
     due = [] if emit is False else [("all-reduce", GRADIENT + 4, emit is None)]  # Σ w
     found = ga.audit(compiled, MESH).collectives
     assert [(c.kind, c.num_bytes, c.conditional) for c in found] == due
-
-
-@pytest.mark.grid(1)
-@pytest.mark.parametrize("k", [1, 4, 16])
-def test_a_whole_window_in_one_program_reduces_once_after_the_loop(k):
-    tx, batches = across(k), make(k)
-
-    def window(params, batches):
-        def micro_step(state, batch, emit=False):
-            _, grads = local_grads(params, batch)
-            options = {"weight": tokens(batch), "emit": emit}
-            return ga.apply_gradients(tx, grads, state, params, **options)[::-1]
-
-        state, most = tx.init(params), jax.tree.map(lambda x: x[:-1], batches)
-        if k > 1:
-            scanned = lambda s, b: (micro_step(s, b)[0], None)  # noqa: E731
-            state, _ = jax.lax.scan(scanned, state, most)
-        return micro_step(state, part(-1, batches), emit=True)[1]
-
-    specs = {"in_specs": (P(), P(None, "data")), "out_specs": P()}
-    whole = jax.jit(jax.shard_map(window, mesh=MESH, **specs))
-    compiled = whole.lower(PARAMS, batches).compile()
-    [reduction] = ga.audit(compiled).collectives
-    assert (reduction.loops, reduction.num_bytes) == ((), GRADIENT + 4)
-    assert_close(compiled(PARAMS, batches), alone(slice(0, k), batches=batches))
 
 
 def test_the_state_holds_a_part_for_each_device():

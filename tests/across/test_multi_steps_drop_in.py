@@ -237,17 +237,3 @@ def test_from_optax_continues_the_run_from_any_micro_step(at, mean, chained):
         params = optax.apply_updates(params, updates)
     assert int(ga.stats(state).steps) == 3
     assert_same_run([{"params": params}], run(optax.MultiSteps, *args)[-1:])
-
-
-@pytest.mark.quick
-def test_what_the_page_says_in_place_of_acc_grads_replaced():
-    """The mean so far that is set so is the one that is read."""
-    tx, new = ga.MultiSteps(SGD, 3), jax.tree.map(jnp.ones_like, PARAMS)
-    state = tx.init(PARAMS)
-    for grads in gradients(2):
-        _, state = tx.update(grads, state, PARAMS)
-    total = jax.tree.map(lambda g: g * state.weight, new)
-    assert off(state._replace(total=total).acc_grads, new) < 1e-6
-    assert off(state._replace(total=new).acc_grads, new) > 0.1  # the twin
-    assert isinstance(state, ga.MultiStepsState)
-    assert not isinstance(state, optax.MultiStepsState)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_quotients, in_calls, integers, mean_of, ruled
+from helpers import MODES, assert_quotients, in_calls, integers, mean_of, ruled
 from jax.custom_derivatives import linear_call
 from test_microbatch import MODELS, OPTIMIZE, WIDTH, _layer, _normal, make_batch
 
@@ -213,60 +213,41 @@ def test_statistics_thread_through_micro_batches_in_order():
 
 
 def with_aux(w, x):
-    return jnp.mean(x @ w), {
-        "rows": jnp.int32(x.shape[0]),
-        "positive": positive(x),
-        "any": jnp.any(x > 2),
-        "top": jnp.max(x),
-        "high": jnp.max(x, 0).astype(jnp.bfloat16),
-        "low": {"of_all": jnp.min(x, 0), "any": jnp.any(x > 2)},
-        "parts": (jnp.sum(x), x[0].astype(jnp.bfloat16)),
-    }
+    top = {"all": jnp.max(x), "each": jnp.max(x, 0).astype(jnp.bfloat16)}
+    counts = {"rows": jnp.int32(x.shape[0]), "any": jnp.any(x > 2)}
+    return jnp.mean(x @ w), dict.fromkeys(MODES, top) | counts
 
 
 @pytest.mark.parametrize("weight_fn", [None, lambda x, aux: jnp.sum(x[:, 0] ** 2)])
 def test_aux_is_put_together_as_asked_leaf_by_leaf(weight_fn):
+    """And the mean of the loss and of the gradient is that by the weights."""
     x, w = integers(8, WIDTH), integers(WIDTH, seed=1)
     micro = x.reshape(4, 2, WIDTH)
     weights = np.array([(m[:, 0] ** 2).sum() if weight_fn else 1.0 for m in micro])
-    modes = {"rows": "sum", "positive": "mean", "any": "sum", "top": "last"}
-    modes |= {"parts": ("mean", "stack"), "high": "max", "low": "min"}
-    assert {*jax.tree.leaves(modes)} == {*folds.FOLDS}
+    modes = {mode: mode for mode in MODES} | {"rows": "sum", "any": "sum"}
+    assert {*modes.values()} == {*folds.FOLDS}
     options = {"has_aux": True, "weight_fn": weight_fn}
-    step = jax.jit(mean_of(with_aux, 4, aux=modes, **options))
-    (value, aux), grad = step(w, x)
+    (value, aux), grad = jax.jit(mean_of(with_aux, 4, aux=modes, **options))(w, x)
 
     def mean(terms):
         # The terms are halves of integers: their sum is exact, its quotient rounded.
         return np.float32(np.sum(weights * terms) / np.sum(weights))
 
-    quotients = value, grad, aux.pop("positive"), aux["parts"][0]
-    of_parts = mean([m.sum() for m in micro])
-    assert_quotients(
-        quotients,
-        (
-            mean([(m @ w).mean() for m in micro]),
-            np.stack([mean(g) for g in micro.mean(1).T]),
-            mean([positive(m) for m in micro]),
-            of_parts,
-        ),
+    of_all = micro.max((1, 2))
+    due = (
+        mean([(m @ w).mean() for m in micro]),
+        np.stack([mean(g) for g in micro.mean(1).T]),
     )
-    due = {
-        "rows": np.int32(8),
-        "any": np.int32(sum((m > 2).any() for m in micro)),
-        "top": micro[3].max(),
-        "high": x.max(0).astype(jnp.bfloat16),
-        "low": {"of_all": x.min(0), "any": all((m > 2).any() for m in micro)},
-        "parts": (aux["parts"][0], micro[:, 0].astype(jnp.bfloat16)),
-    }
-    assert_same_bits(aux, due)
-    assert of_parts != micro[3].sum()  # the twin: the last is not the mean
-    for m in (micro[0], micro[3]):  # nor are these the largest and the smallest
-        assert (m.max(0) < due["high"]).any()
-        assert (m.min(0) > due["low"]["of_all"]).any()
-    prefix = modes | {"parts": "mean"}
-    parts = mean_of(with_aux, 4, aux=prefix, **options)(w, x)[0][1]["parts"]
-    assert (parts[1].dtype, parts[1].shape) == (jnp.bfloat16, (WIDTH,))
+    assert_quotients((value, grad, aux["mean"]["all"]), (*due, mean(of_all)))
+    for mode, put_together in MODES.items():
+        for name, terms in (("all", of_all), ("each", micro.max(1))):
+            found, due = aux[mode][name], put_together(terms, weights)
+            assert found.dtype == (jnp.float32 if name == "all" else jnp.bfloat16)
+            rounds = float(jnp.finfo(found.dtype).eps) if mode == "mean" else 0
+            np.testing.assert_allclose(np.asarray(found, float), due, rtol=rounds)
+    assert len({np.asarray(aux[x]["each"]).tobytes() for x in MODES}) == 6  # the twin
+    any_of = sum((m > 2).any() for m in micro)
+    assert_same_bits([aux["any"], aux["rows"]], list(np.int32([any_of, 8])))
 
 
 def of_rows(w, x):
@@ -351,7 +332,7 @@ def test_only_the_real_micro_batches_count(weight_fn, optimize):
 
     def fun(layers, x):
         h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, layers)
-        aux = {"rows": jnp.sum(x), "last": x[0, 0], "most": -jnp.sum(x[0] ** 2)}
+        aux = {"rows": jnp.sum(x**2), "last": x[0, 0], "most": -jnp.sum(x[0] ** 2)}
         return jnp.mean(h**2), aux
 
     how = {"weight_fn": weight_fn, "has_aux": True, "optimize": optimize}
@@ -366,15 +347,10 @@ def test_only_the_real_micro_batches_count(weight_fn, optimize):
     for real in range(1, 5):
         x = rows.copy()
         x[2 * real :] = np.nan
-        (value, aux), grads = step(np.int32(real), layers, x)
-        part = mean_of(fun, real, **how)
-        (due, aux_due), grads_due = jax.jit(part)(layers, rows[: 2 * real])
-        bound = 64 * np.finfo(np.float32).eps
-        assert abs(value - due) <= bound * abs(due)
-        assert np.max(np.abs(grads - grads_due)) <= bound * np.max(np.abs(grads_due))
-        assert abs(aux["rows"] - aux_due["rows"]) <= bound * np.sum(np.abs(rows))
-        assert float(aux["last"]) == float(aux_due["last"])
-        assert float(aux["most"]) == float(aux_due["most"]) < 0
+        got = step(np.int32(real), layers, x)
+        due = jax.jit(mean_of(fun, real, **how))(layers, rows[: 2 * real])
+        assert helpers.off(got, due) <= 64 * np.finfo(np.float32).eps
+        assert due[0][1]["most"] < 0
     assert len(traces) == 1
     (value, aux), grads = step(np.int32(0), layers, np.full_like(rows, np.nan))
     assert float(value) == float(aux["rows"]) == float(jnp.sum(jnp.abs(grads))) == 0

@@ -15,14 +15,11 @@ from helpers import (
     mesh_of,
     normal,
     off,
-    put,
     squares,
     temporaries,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
 import ga_optax.flax
@@ -33,29 +30,6 @@ K, ROWS, WIDTH = 4, 16, 3
 W, X, Y = normal(WIDTH), normal(ROWS, WIDTH, seed=1), normal(ROWS, seed=2)
 MATRIX = normal(WIDTH, WIDTH, seed=3) * 0.3
 EPS = np.finfo(np.float32).eps
-
-
-@pytest.mark.parametrize("axis", [0, 1, -2])
-def test_a_batch_axis_may_be_any_axis(axis):
-    """Integers, so the order of a sum does not matter."""
-    x = integers(ROWS, 4, WIDTH)
-
-    def fun(w, batch):
-        rows = jnp.moveaxis(batch["x"], axis, 0)
-        return jnp.mean(rows @ w * batch["y"][:, None]), rows
-
-    batch = {"x": jnp.moveaxis(x, 0, axis), "y": integers(ROWS)}
-    w, axes = integers(WIDTH), {"x": axis, "y": 0}
-    expected = jax.value_and_grad(fun, has_aux=True)(w, batch)
-    step = ga.value_and_grad(fun, K, has_aux=True, batch_axes=axes)
-    assert bits(jax.jit(step)(w, batch)) == bits(expected)
-    step = mean_of(fun, K, has_aux=True, aux="stack", batch_axes=axes)
-    # The same members, whatever the axis.
-    rows = jax.jit(step)(w, batch)[0][1]
-    assert bits(rows) == bits(x.reshape(K, ROWS // K, 4, WIDTH))
-    # And along axis 0 nothing is transposed.
-    program = str(jax.make_jaxpr(step)(w, batch)).partition("scan[")[0]
-    assert ("transpose" in program) == (axis != 0)
 
 
 @pytest.mark.parametrize("make", [ga.value_and_grad, mean_of])
@@ -84,40 +58,10 @@ def test_what_has_no_axis_goes_whole_and_as_it_came(make):
     )
     # Not under jit: there the arguments come traced.
     value, grads = step(W, batch, table, extra=extra)
-    due, slope = jax.value_and_grad(fun)(W, batch, table, extra=extra)
-    # Two sums of at most 2·16·3 terms of which each is below 2·16².
-    bound = 2 * ROWS * WIDTH * EPS * 2 * ROWS**2
-    assert abs(value - due) < bound
-    assert np.all(np.abs(grads - slope) < bound)
-    # The twin: another row in the sum.
-    assert abs(value - fun(W, batch, table, extra=extra | {"whole": Y + 1})) > bound
-
-
-@pytest.mark.grid(2)
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("sync", ["last", "each"])
-def test_any_axis_may_lie_on_devices_and_no_row_moves(kind, sync):
-    mesh, table = mesh_of(2, kind=kind), jnp.arange(float(ROWS))
-
-    def fun(w, batch):
-        size = jnp.sum(batch["table"]) * batch["scale"]
-        return jnp.mean((batch["x"].T @ w) ** 2 * size)
-
-    axes = {"x": 1, "table": None, "scale": None}
-    data_axis = ga.DataAxis("data", sync=sync)
-    step = ga.value_and_grad(fun, K, data_axis=data_axis, batch_axes=axes)
-    args = put((W, X.T, table), mesh, (P(), P(None, "data"), P()))
-
-    def given(x, table):
-        return {"x": x, "table": table, "scale": 0.5}
-
-    with jax.set_mesh(mesh):
-        compiled = jax.jit(lambda w, *b: step(w, given(*b))).lower(*args).compile()
-        got = compiled(*args)
-        kinds = {c.kind for c in ga.audit(compiled, mesh).collectives}
-    assert kinds == {"all-reduce"}
-    due = jax.value_and_grad(fun)(W, given(X.T, table))
-    assert off(got, due) <= 4 * ROWS * EPS
+    due = jax.value_and_grad(fun)(W, batch, table, extra=extra)
+    assert off((value, grads), due) < 2 * ROWS * WIDTH * EPS  # of sums of 2·16·3 terms
+    other = fun(W, batch, table, extra=extra | {"whole": Y + 1})  # the twin
+    assert off(value, other) > 2 * ROWS * WIDTH * EPS
 
 
 def test_argnums_batch_argnums_and_keywords_are_those_of_jax():

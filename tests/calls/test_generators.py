@@ -45,13 +45,6 @@ def again(p, x, key):
     return over_layers(p, x, key, jax.checkpoint(layer))
 
 
-def of_columns(p, x, key):
-    """Rows are the second axis of what is drawn, and the last."""
-    h = jnp.einsum("nd,tde->tne", x, p["a"])
-    h = dropped(h, key)
-    return (dropped(h.swapaxes(1, 2), jax.random.fold_in(key, 1)) ** 2).mean()
-
-
 def of_keys(p, x, key):
     """A key for each row, and one of each; XLA draws for all from the first."""
     keys = jax.random.split(key, len(x))
@@ -60,23 +53,13 @@ def of_keys(p, x, key):
     return (jax.vmap(dropped)(h, of_each) ** 2).mean()
 
 
-def of_pairs(p, x, key):
-    """Two segments of rows, and rows that meet."""
-    h = dropped(jnp.concatenate([x @ p["a"][0], jnp.sin(x)]), key)
-    return jnp.sqrt((h**2).mean(0)).sum()
-
-
-def uneven(p, x, key):
-    return (dropped((x @ p["a"][0])[1:], key) ** 2).mean()
-
-
-LOSSES = [plain, over_layers, again, of_columns, of_keys, of_pairs, uneven]
+LOSSES = [plain, over_layers, again, of_keys]
 
 
 BOUND = 1e-5  # float32, sums of at most a thousand terms: c n eps with c about 1/10
 
 
-@pytest.mark.grid(4, 14)
+@pytest.mark.grid(4, 8)
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("fun", LOSSES)
 def test_they_draw_what_the_whole_batch_draws(fun, impl):

@@ -2,8 +2,6 @@
 
 import enum
 import itertools
-import re
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -52,24 +50,6 @@ def in_float64(fun, *args, k=4, make=ga.value_and_grad, **options):
 
 def _wide(x):
     return x.astype("float64") if x.dtype == jnp.float32 else x
-
-
-NEAR = {"n_microbatches": "num_microbatches", "batch_arg_nums": "batch_argnums"}
-NEAR |= {"batch_axis": "batch_axes"}
-FUNCTIONS = (ga.value_and_grad, ga.accumulate, ga.microbatch, ga.batch_dependencies)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("fun", FUNCTIONS, ids=lambda fun: fun.__name__)
-def test_an_unknown_keyword_gets_the_options_and_the_nearest(fun):
-    for word, todo in {**NEAR, "k": "Leave it out."}.items():
-        with pytest.raises(TypeError) as raised:
-            fun(jnp.mean, **{word: 2})
-        required, passed, advice = str(raised.value).partition(f"but {word} was passed")
-        assert f"{fun.__name__} must be among num_microbatches, " in required
-        assert passed
-        assert advice.startswith(f". Is it {todo}?" if word in NEAR else f". {todo}")
-        assert "docs/migrating.md" in advice
 
 
 SOME = ("masked", "batch_norm", "clip", "hardest")
@@ -196,20 +176,6 @@ def test_leaves_without_rows_go_whole_by_themselves(case):
     assert (found.rows, found.given_whole) == (rows, whole)
 
 
-def of_statistics(w, stats, b):
-    return jnp.mean(((b["x"] - stats["mean"]) @ w) ** 2)
-
-
-def test_who_splits_the_statistics_and_not_the_batch_is_told():
-    args = array(8, 4), {"mean": array(8), "var": array(8, seed=1)}, {"x": array(32, 8)}
-    with pytest.warns(UserWarning, match="pass batch_argnums=2"):
-        got = ga.value_and_grad(of_statistics, 4)(*args)
-    np.testing.assert_allclose(got[0], of_statistics(*args), rtol=1e-5)
-    with warnings.catch_warnings():  # the twin
-        warnings.simplefilter("error")
-        ga.value_and_grad(of_statistics, 4, batch_argnums=2)(*args)
-
-
 def test_a_position_counts_the_arguments_that_came_and_no_defaults():
     def fun(w, x, scale=2.0, *more, power=1):
         return (x @ w * scale) ** power
@@ -223,24 +189,15 @@ def test_a_position_counts_the_arguments_that_came_and_no_defaults():
 
 
 def test_what_the_partitioner_cannot_do_is_computed_of_all_rows_and_said(monkeypatch):
-    def loss(w, x):
-        return jnp.mean((x @ w) ** 2), x.shape[0]
-
-    broken = failing(KeyError("a parameter that jax renamed"))
-    want = jax.value_and_grad(loss, has_aux=True)(W, X)
-    monkeypatch.setattr(calls_rows, "partition", broken)
-    why = "KeyError: 'a parameter.*rowwise"
-    with pytest.warns(UserWarning, match=rf"all rows at once.*{why}"):
-        got = ga.value_and_grad(loss, 4, has_aux=True)(W, X)
-    assert off(got, want) == 0
-    report = ga.batch_dependencies(loss, 4, has_aux=True)(W, X)
-    assert re.search(why, report.undivided)
+    """In `microbatch`; test_law_told has what of a loss."""
 
     def squares(fun):
         return lambda *args: (fun(*args) ** 2).sum()
 
     fun, argnums = (lambda w, x: jnp.sin(x @ w)), (0, 1)
     want = jax.grad(squares(fun), argnums)(W, X)
+    broken = failing(KeyError("a parameter that jax renamed"))
+    monkeypatch.setattr(calls_rows, "partition", broken)
     with pytest.warns(UserWarning, match="all rows at once"):
         got = jax.grad(squares(ga.microbatch(fun, 4)), argnums)(W, X)
     assert off(got, want) == 0
@@ -363,7 +320,7 @@ def test_their_sums_lie_on_the_device_or_it_is_an_error():
 APART = ["total", "classes", "dropout", "checkpointed"]  # in these rows do not meet
 
 
-def noisy(p, b):
+def noisy_rows(p, b):
     """Draws, places of rows, a table, and results with rows along other axes."""
     key, h = jax.random.key(3), losses.hidden(p, b["x"])
     shape = h.shape
@@ -376,7 +333,7 @@ def noisy(p, b):
 @pytest.mark.quick
 def test_the_last_micro_batch_has_the_rest_of_the_rows():
     args = losses.arguments(15, np.float32)
-    assert_close(*in_float64(noisy, *args, has_aux=True), n=15)
+    assert_close(*in_float64(noisy_rows, *args, has_aux=True), n=15)
     sizes = []
 
     def size(p, b):
@@ -389,20 +346,6 @@ def test_the_last_micro_batch_has_the_rest_of_the_rows():
     lengths = {n for n in range(1, 16) if f"f32[{n},{losses.D}]" in text}
     assert {4, 3} <= lengths
     assert not lengths & {5, 6, 7, 8}
-
-
-@pytest.mark.grid(2, 20)
-@pytest.mark.parametrize("k", [2, 4, 5, 8, 12])
-@pytest.mark.parametrize("n", [13, 15, 16, 22])
-@pytest.mark.parametrize("name", [*APART, "noisy"])
-def test_any_number_of_rows_gives_the_gradient_of_all(name, n, k):
-    fun = noisy if name == "noisy" else LOSSES[name].fun
-    args = losses.arguments(n, np.float32)
-    got, want = in_float64(fun, *args, k=k, has_aux=True)
-    assert_close(got, want, n=n)
-    if (n, k) == (15, 4):  # the twin: without the last row it is another gradient
-        others = args[0], jax.tree.map(lambda x: x[:-1], args[1])
-        assert off(in_float64(fun, *others, k=7, has_aux=True)[0][1], want[1]) > 1e-6
 
 
 def counted(p, b):
@@ -421,6 +364,23 @@ def counted(p, b):
     return loss, of_all | {"tokens": mask.sum(), "rows": h * mask[:, None]}
 
 
+FUNCTIONS = {name: LOSSES[name].fun for name in APART}
+FUNCTIONS |= {"noisy": noisy_rows, "counted": counted}
+
+
+@pytest.mark.grid(2, 20)
+@pytest.mark.parametrize("k", [2, 4, 5, 8, 12])
+@pytest.mark.parametrize("n", [13, 15, 16, 22])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_any_number_of_rows_gives_the_gradient_of_all(name, n, k):
+    fun, args = FUNCTIONS[name], losses.arguments(n, np.float32)
+    got, want = in_float64(fun, *args, k=k, has_aux=True)
+    assert_close(got, want, n=n)
+    if (n, k) == (15, 4):  # the twin: without the last row it is another gradient
+        others = args[0], jax.tree.map(lambda x: x[:-1], args[1])
+        assert off(in_float64(fun, *others, k=7, has_aux=True)[0][1], want[1]) > 1e-6
+
+
 def test_the_error_of_rows_that_meet_names_the_line_of_what_joins_them():
     def joined(w, x):
         return jnp.mean(jnp.concatenate([x @ w, jnp.sin(x)]))
@@ -429,23 +389,8 @@ def test_the_error_of_rows_that_meet_names_the_line_of_what_joins_them():
     with pytest.raises(ValueError, match=f"rows meet at .*test_law.py:{line}:"):
         ga.value_and_grad(joined, microbatch_size=4)(array(3, 3), array(15, 3))
     step = ga.value_and_grad(joined, microbatch_size=5)  # the twin: they are even
-    assert_close(
-        step(*(both := (array(3, 3), array(15, 3)))),
-        jax.value_and_grad(joined)(*both),
-        n=15,
-        eps=EPS32,
-    )
-
-
-@pytest.mark.quick
-def test_any_number_of_rows_may_be_counted():
-    for n, k in ((15, 4), (7, 3)):
-        args = losses.arguments(n, np.float32)
-        got, want = in_float64(counted, *args, k=k, has_aux=True)
-        assert_close(got, want, n=n)
-    # The twin: with the count of all rows but the last it is another loss.
-    fewer = args[0], jax.tree.map(lambda x: x[:-1], args[1])
-    assert off(in_float64(counted, *fewer, k=3, has_aux=True)[0][0], want[0]) > 1e-6
+    both = array(3, 3), array(15, 3)
+    assert_close(step(*both), jax.value_and_grad(joined)(*both), n=15, eps=EPS32)
 
 
 @pytest.mark.quick

@@ -181,22 +181,6 @@ def test_whatever_acts_is_kept_and_acts_once(name, place, capsys):
     assert of(jax.value_and_grad(ga.microbatch(fun, K))) in (plain, of_jax)
 
 
-def test_a_callback_gets_the_rows_of_the_whole_batch_at_once():
-    seen = []
-
-    def fun(w, x):
-        h = x @ w
-        jax.debug.callback(lambda h: seen.append(np.asarray(h)), h - h.mean(0))
-        return mean_square(h)
-
-    for step in (ga.value_and_grad(fun, K), jax.value_and_grad(ga.microbatch(fun, K))):
-        seen.clear()
-        jax.block_until_ready(jax.jit(step)(W, X))
-        jax.effects_barrier()
-        [rows] = seen
-        np.testing.assert_allclose(rows, X @ W - (X @ W).mean(0), atol=1e-6)
-
-
 @pytest.mark.grid(1, 4)
 @pytest.mark.parametrize("place", ["open", "of weights", "the loss", "a scan"])
 def test_whatever_acts_does_so_once_on_all_devices(place, capsys):

@@ -229,10 +229,6 @@ def test_a_sum_times_what_is_no_number_is_that_of_the_undivided_batch(name):
             np.testing.assert_allclose(step(*args)[0], jax.jit(fun)(*args), 1e-9, 1e-12)
 
 
-def same(one, two):
-    return one.dtype == two.dtype and np.array_equal(one, two, equal_nan=True)
-
-
 @pytest.mark.quick
 def test_a_loss_alone_over_a_count_of_0_is_that_of_the_undivided_batch():
     def fun(w, x):

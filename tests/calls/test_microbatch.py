@@ -194,7 +194,7 @@ def test_it_has_the_name_and_documentation_of_the_function():
 
 
 @pytest.mark.parametrize("optimize", OPTIMIZE)
-def test_the_compiled_program_does_not_grow_with_the_number_of_micro_batches(optimize):
+def test_the_program_does_not_grow_with_the_number_of_micro_batches(optimize):
     """So that compiling it takes no longer; a loop written out grows with each."""
     params = {"layers": _normal(0, 3, WIDTH, WIDTH), "out": _normal(1, WIDTH)}
 
@@ -202,17 +202,8 @@ def test_the_compiled_program_does_not_grow_with_the_number_of_micro_batches(opt
         h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["layers"])
         return jnp.mean(jnp.square(h @ params["out"]))
 
-    def instructions(k, make):
-        x = _normal(2, 4 * k, WIDTH)
-        text = jax.jit(make(loss, k)).lower(params, x).compile().as_text()
-        return sum(" = " in line for line in text.splitlines())
+    def lines(k):
+        step = jax.jit(ga.value_and_grad(loss, k, optimize=optimize))
+        return len(step.lower(params, _normal(2, 4 * k, WIDTH)).as_text().splitlines())
 
-    make = functools.partial(ga.value_and_grad, optimize=optimize)
-    ours = [instructions(k, make) for k in (4, 16, 64)]
-    assert max(ours) <= min(ours) + 8  # constants more or less, of the loop's bounds
-
-    def written_out(loss, k):
-        grad = jax.grad(loss)
-        return lambda params, x: sum(grad(params, p)["out"] for p in jnp.split(x, k))
-
-    assert instructions(16, written_out) > 2 * instructions(4, written_out)
+    assert lines(4) == lines(64)

@@ -4,8 +4,6 @@ A table has a row for each error: `code -> V parts | of the message`, in their o
 `ValueError`, and T of a `TypeError`. A row goes on in lines that are indented.
 """
 
-import collections
-import copy
 import functools
 
 import jax
@@ -141,14 +139,10 @@ rng_argnames=("a", 1) -> T must be a str or a sequence of strs | ('a', 1) | Name
 W, X, X, rng_argnums=2 -> V must name PRNG keys, or trees of them | shape (8,) | one key
 W, X, {"k": jax.random.split(KEYS["a"], 8)}, rng_argnums=2 -> V must name PRNG keys
   | leaf ['k'] of argument 2 has shape (8,) and dtype key | Pass one key
-W, X, rngs=KEYS -> V A PRNG key must differ between micro-batches
-  | argument 'rngs' | rng_argnames='rngs'.
+W, X, rngs=KEYS -> V A PRNG key must differ | argument 'rngs' | rng_argnames='rngs'.
 W, X, KEYS -> V A PRNG key must differ | ['a'] of argument 2  | rng_argnums=2.
 W, {"x": X} | KEYS -> V leaf ['a'] | name them in rng_argnums
-W, {"x": X} | KEYS, batch_axes={"x": 0, "a": None} -> V A PRNG key must differ between
-W, X, {"f": "a"}, rng_argnums=2
-  -> T leaf ['f'] of argument 2 must be an array or a number
-  | of type str | Pass PRNG keys alone
+W, X, {"f": "a"}, rng_argnums=2 -> T leaf ['f'] of | of type str | Pass PRNG keys alone
 W, X, X -> V An argument with the batch's 8 | argument 2, of | batch_argnums=(1, 2) to
 W, X, LENGTHS | {"b": X} -> V 8 rows must have a role | argument 2 | None for it
 W, X, X, X, y=X, batch_argnums=(1, 2), batch_argnames="y"
@@ -156,12 +150,10 @@ W, X, X, X, y=X, batch_argnums=(1, 2), batch_argnames="y"
 weight_fn=3 -> T weight_fn must be a function | is 3 | Pass None
 W, X, weight_fn=lambda x: x -> V be a | shape (4,) | Pass the number of examples
 W, X, weight_fn=lambda x: -1.0 -> V not negative | -1.0 | Pass the number of examples
-W, X, weight_fn=lambda a, b: 1.0
-  -> T must take the batch arguments, argument 1, | (a, b) | Give it one parameter
+W, X, weight_fn=lambda a, b: 1.0 -> T must take the batch | (a, b) | Give it one
 W, X, fun=returns({}), has_aux=True, weight_fn=lambda x: 1.0
   -> T weight_fn must take the batch | takes (x) | Give it one parameter
-aux="median"
-  -> V aux must be one of 'mean', 'sum', 'last', 'stack', 'max', 'min' | holds 'median'
+aux="median" -> V aux must be one of 'mean', 'sum', 'last', 'stack', | holds 'median'
 W, X, fun=returns(1j), has_aux=True, aux="max"
   -> T aux="max" must have real numbers | has dtype complex64 | Use "last" or
 W, X, fun=returns({"a": 1}), has_aux=True, aux={"b": "mean"}
@@ -205,11 +197,8 @@ W, "abc" -> V hold arrays with rows | argument 1 is 'abc' | Pass the batch
 W, [1.0] * 8 -> V hold arrays with rows | argument 1 is [1.0, | Pass the batch
 W, {"t": W} -> V hold arrays with rows | is {'t': np.float32(2.0)} | Pass the batch
 W, {"table": np.ones(11), "x": X}, fun=lambda w, b: jnp.std(w * b["table"])
-  -> V num_microbatches=2 must divide | if rows meet, but leaf ['table'] has shape (11,)
-  | rows meet at | Use 1 or 11; or, | leaf ['table'] None in | drop the last row, or
-  | add 1 row that a mask leaves out of the loss: jnp.where(mask
+  -> V num_microbatches=2 must divide | drop the last row, or | add 1 row that a mask
 accumulator_dtype=jnp.int32 -> T must be a | int32 | Use float32
-accumulator_dtype=jax.dtypes.prng_key -> T must be a floating | prng_key | Use float32
 W, X, accumulator_dtype={"w": None}
   -> V accumulator_dtype must be one for all leaves, or a prefix | {'w': *}
   | the parameters are PyTreeDef(*). Take the containers
@@ -227,8 +216,7 @@ W, SEQUENCE, k=4 -> V (1, 11). Use 1 or fewer. One example, or one sequence, has
 W, SEQUENCE, k=4, batch_axes=1, fun=shifted -> V =4 must divide | (1, 11) | rows meet at
   | Use 1 or 11. | If fun cuts labels off a sequence | inputs and labels in the data
 W, X[:7], fun=softmax, k=None, microbatch_size=4
-  -> V microbatch_size=4 must divide | if rows meet, but | (7,) | Use 1 or 7.
-  | drop the last 3 rows, or add 1 row that
+  -> V microbatch_size=4 must divide | Use 1 or 7. | drop the last 3 rows
 W, X[:7], fun=softmax, k=5 -> V num_microbatches=5 must divide | rows meet at | 1 or 7.
 W, X[:7], fun=lambda w, x: jnp.std(w * x), k=None, microbatch_size=2
   -> V microbatch_size=2 must | shape (7,) | rows meet at | Use 1 or 7. | add 1 row
@@ -256,7 +244,6 @@ def test_what_does_not_fit_is_refused(make, code, error, said):
 
 PARAMS = {"w": jnp.ones((3, 8, 16)), "b": jnp.ones(16)}
 LOGICAL = ga.DataAxis("data", logical_devices=4)
-ORDERED = collections.OrderedDict(w=P(), b=P())
 
 
 def verify(fun=untraced, params=W, batch=X, k=2, **options):
@@ -322,7 +309,6 @@ verify(batch_axes="0") -> T batch_axes must be an int, None, or a tree
 verify(batch_axes={"a": 0}) -> V batch_axes must be a prefix of the batch
 verify(weight_fn=3) -> T weight_fn must be a function
 verify(rng=jnp.ones(3)) -> V PRNG key
-verify(3) -> T fun must be a function
 verify(lambda w, x: x * w) -> V must be a scalar
 verify(returns(1)) -> T has_aux=True
 verify(loss, has_aux=True) -> T (loss, aux) with has_aux=True
@@ -337,11 +323,9 @@ plan(memory_limit=0) -> V at least one byte, | but it is 0
 plan(memory_limit=float("nan")) -> V it is nan
 plan(memory_limit=True) -> T it is True of type bool
 plan(batch_size=0) -> V batch_size must be at least 1, | it is 0
-plan(batch_size=6.0) -> T batch_size must be an int, | it is 6.0
 plan(candidates=[]) -> V candidates must not be empty
 plan(candidates=[1, 3]) -> V but 3 does not. | Choose from 1, 2, 4
 plan(candidates=[0]) -> V candidate must be at least 1 | it is 0
-plan(candidates=["4"]) -> T must be an int, | '4' of type str
 plan(candidates=4) -> T a sequence of ints, but it is 4. | Choose from 1, 2
 plan(3) -> T make_step must be a function | it is 3
 plan(jax.jit(loss)) -> T take num_microbatches alone | lambda k: jax.jit(
@@ -356,6 +340,8 @@ plan(memory_limit=None) -> V memory_limit must be given | "16GiB"
 
 WORDS_OF_OTHERS = """
 ga.verify(jnp.mean, 1.0, X, 2, rngs=2) -> T rngs was passed | Is it rng?
+ga.value_and_grad(jnp.mean, n_microbatches=2)
+  -> T value_and_grad must be among | Is it num_microbatches? | docs/migrating.md
 ga.value_and_grad(jnp.mean, 2, rows=3) -> T rows was passed | Leave it out.
 ga.microbatch(lambda w, x: "text", 2)(W, X) -> T what fun returns must be an array | str
 ga.microbatch(scaled, 4, batch_argnums=-3)(W, X) -> V names -3, and the call has 2
@@ -389,32 +375,22 @@ ga.DataAxis("data", param_specs=P("data"), grad_specs=P("data"))
   -> V grad_specs must be None with param_specs | one of them out
 ga.DataAxis("data", logical_devices=6) -> V power of two | it is 6. | Use 4 or 8
 ga.DataAxis("data", logical_devices=0) -> V at least 1 | it is 0
-ga.DataAxis("data", logical_devices=8.0) -> T an int | 8.0
 ga.DataAxis("data", logical_devices=8, sync="each") -> V sync is "each"
 ga.value_and_grad(untraced, 2, data_axis=LOGICAL)
   -> V no logical_devices | logical_devices=4 | Use ga_optax.accumulate
-ga.microbatch(untraced, 2, data_axis=LOGICAL) -> V no logical_devices | Use ga_optax.acc
-ga.batch_dependencies(untraced, 2, data_axis=LOGICAL) -> V no logical_devices
-  | Use ga_opt
 ga.value_and_grad(untraced, 2, data_axis="data")(W, X)
   -> V there is no mesh. | Call inside jax.set_mesh
 sharded(name="rows") -> V must be an axis of the mesh | 'data' | splits
 sharded(60) -> V 8 devices | must divide | (60, 16) | 56 or 64
-sharded(4) -> V 8 devices | must divide | (4, 16) | Use a batch of 8.
 sharded(k=3) -> V num_microbatches=3 must divide | 8 examples | 1, 2, 4 or 8
-sharded(6, frozen=True) -> V (6, 16). But argument 1 has leaves of length 6, argument 2
-  | 64 in all: is that the batch? Pass batch_argnums=2. If not, use a batch of 8.
+sharded(6, frozen=True) -> V (6, 16). But argument 1 has | Pass batch_argnums=2.
 explicit() -> V of each of the 8 devices, 8 examples | 2, 4
 sharded(48, 1, 3, logical_devices=8)
   -> V must divide logical_devices=8 | are 3. | Use 1, 2, 4 or 8
-sharded(12, 1, 2, logical_devices=8)
-  -> V 8 logical devices | (12, 16) | a batch of 8 or 16
-sharded(32, 3, 2, logical_devices=8)
-  -> V each of the 8 logical devices, 4 examples | Use 1, 2 or 4
+sharded(12, 1, 2, logical_devices=8) -> V 8 logical devices | (12, 16) | a batch of 8
+sharded(32, 3, 2, logical_devices=8) -> V each of the 8 logical devices, | Use 1, 2 or 4
 mapped(ga.value_and_grad)
-  -> V A jax.shard_map in fun over 'data' does not go with data_axis= and sync="last".
-  | Pass sync="each", or no data_axis, | leave the shard_map out
-mapped(ga.value_and_grad, mesh=mesh_of(2)) -> V A jax.shard_map in fun over 'data'
+  -> V A jax.shard_map in fun over | Pass sync="each", or no | leave the shard_map out
 mapped(mean_of) -> V A jax.shard_map in fun over 'data' | Pass sync="each", or no
 carried(jax.random.key(0)) -> T With a data_axis | a PRNG key | it in rng_argnums
 ga.merge_across(jnp.ones(3), "data") -> T acc must be of type | pass the accumulator
@@ -430,8 +406,6 @@ sharded(NAME={"w": P(), "b": P("data", *[None] * 9)})
 sharded(NAME={"w": P()}) -> V NAME must be | a prefix of | 'w': *} | 'b': *, 'w'
 sharded(NAME=ORDERED) -> V a prefix | OrderedDict | the containers of the param
 sharded(NAME=P("dta")) -> V NAME must name axes | the only leaf names 'dta', | Name one
-sharded(NAME=P(None, ("data", "dta"))) -> V axes of the mesh, each | names 'dta', and
-sharded(NAME=P(3)) -> V NAME must name axes of the mesh, each | the only leaf names 3
 sharded(NAME=P("data", None, "data")) -> V axes of the mesh, each | 'data' twice, and
 """
 DEVICES += "".join(SPECS.replace("NAME", x) for x in ("param_specs", "grad_specs"))
@@ -486,8 +460,7 @@ def chained(inner):
 
 TX, CHAIN = made(), optax.chain(optax.clip(1.0), made())
 NORMED, INNER = made(track_norm=True), made(opt=PLAIN)
-COPY = copy.copy(INNER)
-STATE, HELD, NORM = (tx.init(DENSE) for tx in (TX, CHAIN, NORMED))
+STATE, NORM = (tx.init(DENSE) for tx in (TX, NORMED))
 AVERAGES = {"of_tx": {"opt": PLATEAU, "mean_argnames": "value"}}
 OF_OPTAX = optax.MultiSteps(SGD, 4)
 OF_ONE = {"of_tx": {"k": 1}}
@@ -520,7 +493,6 @@ started(opt=OF_OPTAX) -> V at the top is that of an optax.MultiS
 chained(TX) -> V at [1] is that of a ga_optax.MultiSteps | k x (the inner k)
 chained(OF_OPTAX.gradient_transformation()) -> V at [1] | an optax.MultiSteps
 made(opt=optax.adam) -> T must be an optax
-made(opt="adam") -> T must be an optax
 made(should_skip_update_fn=True) -> T should_skip_update_fn must be a function
 made(should_drop_window_fn=True) -> T should_drop_window_fn must be a function
 skips((jnp.ones(2, bool), ())) -> V boolean scalar | but one returned (Array([ True
@@ -528,11 +500,9 @@ skips(jnp.array(True)) -> V the pair
 made(should_skip_update_fn=ga.drop_window_if_not_finite)
   -> V Pass should_drop_window_fn=ga_optax.drop_
 made(accumulator_dtype=jnp.int32) -> T floating dtype
-made(accumulator_dtype="number") -> T floating dtype
 started(accumulator_dtype={"dense": {"bias": None}})
   -> V The dtype must be one for all leaves, or a prefix | Take the containers
 made(opt=PLATEAU, mean_argnames="weight") -> V mean_argnames must name
-made(opt=PLATEAU, mean_argnames=("value", 3)) -> V mean_argnames must name
 """
 for _row in WITHIN.strip().splitlines():
     _opt, _, _at = _row.partition(" -> ")
@@ -548,9 +518,7 @@ for _call in ("started", "traced"):
 {_call}(lambda step, k=jnp.int32(-3): k) -> V at least 1, but it is -3
 {_call}(lambda step: -0.5) -> V every_k_schedule must be at least 1, but it is 0
 {_call}(lambda step: np.nan) -> T every_k_schedule must be an int, but it is nan
-{_call}(lambda step: np.array([2])) -> T an int, but it is array([2])
 {_call}(lambda step: jnp.ones(2)) -> T an int | Return the number of micro-steps
-{_call}(lambda step: True) -> T an int | Return the number of micro-steps
 """
 
 ACROSS = """
@@ -564,22 +532,17 @@ apply(params=WHOLE) -> T leaf ['name'] of params | Pass a tree of arrays alone
 apply(params=None) -> V ['dense']['bias'] is not in params
 apply(value=ONE, **AVERAGES) -> V value must be a scalar | (1,)
 apply(value=3.0, state=STATE, **AVERAGES) -> V must fit mean_argnames | while no window
-apply(**AVERAGES) -> T value must be a real | every call
 apply(value="3", **AVERAGES) -> T value must be a real | every call
 update(of_tx={"opt": PLATEAU}) -> T 'value'
 # One that is misspelt does not go to the optimizer in silence.
 update(wieght=3.0) -> T 'wieght' looks like 'weight'
 apply(weights=3.0) -> T 'weights' looks like 'weight'
-apply(emits=3.0) -> T 'emits' looks like 'emit'
 update(emit=True) -> T only ga_optax.apply_gradients has emit=. Call it instead
 apply(INNER, loss=3.0) -> T plain GradientTransformation | 'loss'
-apply(COPY, loss=3.0) -> T plain GradientTransformation | 'loss'
-apply(PLAIN, loss=3.0) -> T plain GradientTransformation | 'loss'
 flush(INNER, loss=3.0) -> T plain GradientTransformation | 'loss'
 apply(optax.GradientTransformation(*TX), weight=2) -> T 'weight'
 apply(emit=1) -> T a Python bool, or a bool scalar
 apply(emit=ONE > 0) -> T a Python bool, or a bool scalar
-apply(emit=jnp.int32(1)) -> T a Python bool, or a bool scalar
 # States, and what only a MultiSteps can do.
 apply(SGD, weight=2.0) -> V there is none
 ga.stats({"mini_step": 1}) -> V there is none | restored without a target
@@ -591,18 +554,9 @@ flush(CHAIN) -> T flush needs tx
 update(state=SGD.init(DENSE)) -> T must be of type MultiStepsState
 update(state={"mini_step": 1}) -> T of type MultiStepsState | without a target
 ga.apply_gradients(TX, GRADS, DENSE, STATE) -> T swapped? | grads, state, params
-ga.apply_gradients(TX, STATE, GRADS, DENSE) -> T swapped? | grads, state, params
-ga.apply_gradients(CHAIN, GRADS, DENSE, HELD) -> T swapped? | grads, state, params
 ga.apply_gradients(SGD, SGD.init(DENSE), GRADS, DENSE) -> T swapped? | grads, state, par
-ga.apply_gradients(SGD, GRADS, DENSE, SGD.init(DENSE)) -> T swapped? | grads, state, par
-ga.apply_gradients(SGD, DENSE, GRADS, SGD.init(DENSE)) -> T swapped? | grads, state, par
 TX.update(GRADS, DENSE, STATE) -> T swapped? | grads, state, params
-TX.update(STATE, GRADS, DENSE) -> T swapped? | grads, state, params
-ga.flush(TX, DENSE, STATE) -> T swapped? | grads, state, params
-TX.init(STATE) -> T swapped? | grads, state, params
-ga.apply_gradients(GRADS, TX, STATE, DENSE)
-  -> T must be an optax.GradientTransformation, but it is of type dict
-  | The order is apply
+ga.apply_gradients(GRADS, TX, STATE, DENSE) -> T must be an | The order is apply
 ga.apply_gradients(STATE, GRADS, TX, DENSE)
   -> T an optax.GradientTransformation | MultiStepsState | order is apply_gradients(tx
 ga.flush(STATE, TX, DENSE) -> T of type MultiStepsState
@@ -612,7 +566,6 @@ update(state=OF_OPTAX.init(DENSE)) -> T from_optax
 ga.has_updated(OF_OPTAX.init(DENSE)) -> V from_optax
 # The norm.
 ga.grad_norm(STATE) -> V track_norm=True, but the field grad_norm is
-ga.grad_norm(optax.EmptyState()) -> V none in this EmptyState
 ga.grad_norm((NORM, NORM)) -> V 2: [0] | , [1] | Pass one
 apply(NORMED, state=STATE) -> V _replace(grad_norm=
 flush(NORMED, state=STATE) -> V _replace(grad_norm=
@@ -661,12 +614,10 @@ def epoch(*args, key=KEYS["a"]):
 FOLDS = """
 added([DENSE]) -> V ['dense']['bias']
 added(spoilt(kernel=jnp.ones((2, 3), int))) -> T ['dense']['kernel'] | int32
-added(spoilt(bias=jnp.ones(3, "complex64"))) -> T ['dense']['bias'] | complex64
 added([ONE], None, (ONE,)) -> V containers differ
 added(weight=jnp.ones(2)) -> V scalar | (2,)
 added(weight=float("nan")) -> V finite | nan
 added(weight=jnp.float32(-2.0)) -> V not negative | -2
-added(weight=1j) -> T complex
 added(weight=jnp.complex64(1)) -> T real number, but it has dtype complex64 | Pass the
 ga.accumulator.init(DENSE, jnp.int32) -> T floating dtype
 ga.accumulator.init({"w": W, "f": jax.nn.relu}) -> T leaf ['f'] of params must be an arr
@@ -709,13 +660,10 @@ for _draw in ("window", "epoch"):
 {_draw}(0, 100, 10, 3) -> V num_microbatches=3 must divide batch_size
 {_draw}(0, 100, 0, 1) -> V batch_size must be at least 1
 {_draw}(0, 2**31, 10, 1) -> V fit in an int32
-{_draw}(0, 100, 10.0, 1) -> T batch_size must be an int, but it is 10.0
 {_draw}(0, True, 10, 1) -> T num_examples must be an int
 {_draw}(-1, 100, 10, 1) -> V step must be from 0 to 2^32 - 1
 {_draw}(0.5, 100, 10, 1) -> T step must be an integer scalar
-{_draw}(np.arange(2), 100, 10, 1) -> T has shape (2,)
 {_draw}(2**32, 100, 10, 1) -> V must | from 0
-{_draw}(np.int8(-1), 100, 10, 1) -> V must | from 0
 {_draw}(0, 10, 4, 2, key=None) -> T key must be one PRNG key | None | jax.random.key(0)
 {_draw}(0, 10, 4, 2, key=W) -> T one PRNG key | np.float32(2.0).
   | Pass jax.random.key(0)
@@ -742,21 +690,6 @@ def test_what_fits_is_not_refused():
     for make in (ga.value_and_grad, mean_of):
         assert float(jax.jit(make(loss, np.int64(4)))(W, X)[0]) == 2
     assert float(mapped(ga.value_and_grad, sync="each")) == 16
-
-
-@pytest.mark.parametrize("make", [ga.value_and_grad, mean_of])
-def test_what_is_not_like_a_batch_comes_whole_and_as_it_is(make):
-    teacher = {"w": np.ones((8, 2), np.float32), "b": np.ones(2, np.float32)}
-    rest = teacher, X[:7], 8.0, "eight", None
-    seen = []
-
-    def fun(w, x, *rest, **named):
-        seen.append((jax.tree.map(jnp.shape, rest[:2]), rest[2:], named["names"]))
-        return loss(w, x)
-
-    make(fun, 2)(W, X, *rest, names=["a"] * 8, t=(X, 1.0))
-    due = ({"b": (2,), "w": (8, 2)}, (7,)), rest[2:], ["a"] * 8
-    assert {str(one) for one in seen} == {str(due)}
 
 
 def test_a_carry_that_is_changed_where_it_is_counts_as_it_came():

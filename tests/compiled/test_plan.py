@@ -72,16 +72,6 @@ def plan_of(limit, changes=(), seen=None, **options):
     return ga.plan(make, **given | options)
 
 
-def test_a_plan_is_a_table():
-    page = str(plan_of(2000))
-    lines = [line.split() for line in page.splitlines()]
-    assert lines[0][:3] == ["micro-batches", "examples", "temp"]
-    assert [line[0] for line in lines[1:5]] == ["1", "2", "4", "16"]
-    assert " ".join(lines[3]) == "4 16 1.56 KiB 60 B 40 B 30 B 1.63 KiB fits"
-    assert "num_microbatches=4 of 16 examples needs 1.63 KiB of 1.95 KiB." in page
-    assert "Not compiled, as the search did not need them: 8, 32, 64." in page
-
-
 @pytest.mark.quick
 def test_the_host_has_a_column_if_a_program_uses_its_memory():
     memory = memory_of(400)
@@ -130,14 +120,11 @@ def test_what_is_odd_about_a_need_is_said(limit, changes, answer, said, capsys):
     failed = {c.num_microbatches for c in found.candidates if c.error}
     assert failed <= {k for k, x in changes.items() if isinstance(x, Exception)}
     assert (8 in failed) == isinstance(changes.get(8), Exception)
-    out, err = capsys.readouterr()  # the progress, in the order of the search
-    told = re.findall(r"plan: num_microbatches=(\d+): compiling \.\.\. (.*)\n", err)
-    due = {
-        c.num_microbatches: "failed: " if c.error else ("does not fit", "fits")[c.fits]
-        for c in found.candidates
-    }
-    assert sorted(int(k) for k, _ in told) == sorted(due)
-    assert [how for k, how in told if due[int(k)] not in how] == []
+    out, err = capsys.readouterr()  # the progress
+    told = re.findall(r"plan: num_microbatches=(\d+): compiling \.\.\. .*\n", err)
+    assert sorted(map(int, told)) == sorted(
+        c.num_microbatches for c in found.candidates
+    )
     assert out == ""
 
 

@@ -5,6 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from corpus.losses import entropies as cross_entropy
+from corpus.losses import unit
 
 import ga_optax as ga
 
@@ -38,14 +40,6 @@ def model(name, other=False):
         return make
 
     return named
-
-
-def cross_entropy(logits, labels):
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-
-
-def unit(x):
-    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
 
 
 class Block(nn.Module):
@@ -103,18 +97,6 @@ def vit():
         return optax.softmax_cross_entropy(logits, smoothed(batch[1])).mean()
 
     return loss, of_module(net, x), (x, ids(N, most=5))
-
-
-@model("SimCLR", other=True)
-def simclr():
-    net, x = Encoder(), drawn(2, N, 4, 4, 3)
-
-    def loss(p, batch):
-        z = unit(jnp.concatenate([net.apply({"params": p}, x) for x in batch]))
-        logits = z @ z.T / 0.5 - 1e9 * jnp.eye(len(z))
-        return cross_entropy(logits, jnp.roll(jnp.arange(len(z)), len(z) // 2)).mean()
-
-    return loss, of_module(net, x[0]), tuple(x)
 
 
 class Layer(nn.Module):
@@ -198,38 +180,6 @@ def unet():
     return loss, of_module(net, x, x[:, 0, 0, 0]), x
 
 
-@model("VAE", other=True)
-def vae():
-    there, back, x = nn.Dense(2 * 3), nn.Dense(D), drawn(N, D)
-    params = {"there": of_module(there, x), "back": of_module(back, x[:, :3])}
-
-    def loss(p, x):
-        mean, log_var = jnp.split(there.apply({"params": p["there"]}, x), 2, -1)
-        noise = jax.random.normal(jax.random.key(1), mean.shape, x.dtype)
-        z = mean + jnp.exp(log_var / 2) * noise
-        found = back.apply({"params": p["back"]}, z)
-        kl = 0.5 * (mean**2 + jnp.exp(log_var) - 1 - log_var).sum(-1)
-        return (((found - x) ** 2).sum(-1) + kl).mean()
-
-    return loss, params, x
-
-
-@model("GAN", other=True)
-def gan():
-    make, judge = nn.Dense(D), nn.Sequential([nn.Dense(D), nn.leaky_relu])
-    x = drawn(N, D)
-    params = {"make": of_module(make, x[:, :3]), "judge": of_module(judge, x)}
-
-    def loss(p, x):
-        z = jax.random.normal(jax.random.key(2), (len(x), 3), x.dtype)
-        h = judge.apply({"params": p["judge"]}, make.apply({"params": p["make"]}, z))
-        spread = jnp.sqrt(h.var(0) + 1e-6).mean()  # of the batch
-        real = judge.apply({"params": jax.lax.stop_gradient(p["judge"])}, x)
-        return nn.softplus(-h.mean(-1) - spread).mean() + nn.softplus(real).mean()
-
-    return loss, params, x
-
-
 # -- Text, sounds, sequences -----------------------------------------------------------
 
 
@@ -284,40 +234,7 @@ def mamba():
     return loss, params, x
 
 
-@model("experts", other=True)
-def experts():
-    x = drawn(N, T, D)
-    params = {"to": drawn(D, 3), "up": drawn(3, D, D) / 3, "down": drawn(3, D, D) / 3}
-
-    def loss(p, x):
-        tokens = x.reshape(-1, D)
-        gates = jax.nn.softmax(tokens @ p["to"])
-        chosen = jax.nn.one_hot(gates.argmax(-1), 3, dtype=x.dtype)
-        h = jax.nn.gelu(jnp.einsum("ne,nd,edf->nf", chosen, tokens, p["up"]))
-        out = jnp.einsum("ne,nf,efd->nd", chosen * gates, h, p["down"])
-        balance = (chosen.mean(0) * gates.mean(0)).sum()  # of all tokens
-        return ((out - tokens) ** 2).mean() + balance
-
-    return loss, params, x
-
-
 # -- Policies, equations, graphs -------------------------------------------------------
-
-
-@model("PPO", other=True)
-def ppo():
-    net, x = nn.Sequential([nn.Dense(D), nn.tanh, nn.Dense(4)]), drawn(N, D)
-
-    def loss(p, batch):
-        x, actions, old, gains = batch
-        logits = jax.nn.log_softmax(net.apply({"params": p}, x))
-        ratio = jnp.exp(jnp.take_along_axis(logits, actions[:, None], 1)[:, 0] - old)
-        gains = (gains - gains.mean()) / (gains.std() + 1e-8)
-        clipped = jnp.minimum(ratio * gains, jnp.clip(ratio, 0.8, 1.2) * gains)
-        return -clipped.mean() + 0.01 * (jnp.exp(logits) * logits).sum(-1).mean()
-
-    batch = x, ids(N, most=4), -np.abs(drawn(N)), drawn(N, 1)[:, 0]
-    return loss, of_module(net, x), batch
 
 
 @model("GRPO", other=True)

@@ -339,17 +339,9 @@ READERS = {  # of a parameter, with the dtype of the parameter on the network
     # Several casts: their gradients are added up in float32.
     "by two casts": (lambda w, x: x @ _low(w) @ _low(w), "f32"),
     "in each layer": (lambda w, x: _thrice(lambda h, _: h @ _low(w), x), "f32"),
-    "in a carry": (
-        lambda w, x: _thrice(lambda c, _: (c[0] @ _low(c[1]), -c[1]), (x, w))[0],
-        "f32",
-    ),
     "as it is, too": (lambda w, x: x @ _low(w) + _low(jnp.sum(w)), "f32"),
     "in two dtypes": (lambda w, x: x @ _low(w) @ _low(w.astype(jnp.float16)), "f32"),
     "in 8 bits": (lambda w, x: x @ _low(w.astype(jnp.float8_e5m2)), "f32"),
-    "in a branch": (
-        lambda w, x: x @ jax.lax.cond(x[0, 0] > 0, _low, lambda w: -_low(w), w),
-        "f32",
-    ),
 }
 
 

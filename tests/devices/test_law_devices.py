@@ -212,38 +212,6 @@ def at(how, fun):
         return jax.jit(step)(*placed)
 
 
-def of_every_kind(w, x):
-    """Means over powers of two of integers, so that all are exact."""
-    scores = x @ w
-    return jnp.mean(scores), {
-        "rows": jnp.int32(x.shape[0]),
-        "positive of features": jnp.sum(x > 0, axis=0, dtype=jnp.int32),
-        "mean of features": jnp.mean(x, axis=0),
-        "scores": scores,
-        "time-major": jnp.stack([scores, 2 * scores, -scores]),
-        "flat": x.reshape(-1),
-        "right": (scores > 0, None),
-    }
-
-
-@pytest.mark.grid(3)
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("sync", ["last", "each"])
-@pytest.mark.parametrize("k", [1, 4])
-def test_aux_has_the_rows_of_all_devices_and_no_row_moves(kind, sync, k):
-    mesh, args = mesh_of(kind=kind), (jnp.round(W), jnp.round(9 * X))
-    axis = ga.DataAxis("data", mesh=mesh, sync=sync)
-    step = ga.value_and_grad(of_every_kind, k, has_aux=True, data_axis=axis)
-    with jax.set_mesh(mesh):
-        placed = put(args, mesh, (P(), P("data")))
-        compiled = jax.jit(step).lower(*placed).compile()
-        got = compiled(*placed)
-    want = jax.value_and_grad(of_every_kind, has_aux=True)(*args)
-    assert bits(got) == bits(want)
-    if sync == "last":
-        assert {c.kind for c in ga.audit(compiled, mesh).collectives} == {"all-reduce"}
-
-
 def close(got, want):
     return off(got, want) < 100 * 32 * np.finfo(np.float32).eps
 
@@ -278,15 +246,6 @@ def test_in_a_region_that_checks_sums_of_rows_that_meet_are_refused(data_axis):
     parts = [X] if data_axis else X.reshape(4, -1, 3)
     due = sum(ratio(W, part)[0] for part in parts) / len(parts)
     assert abs(of_parts(False) - due) < 1e-5
-
-
-def frozen(w, b, table, key):
-    """A loss of arguments without a role, which lie on the mesh as all others do."""
-    h = jnp.tanh(b["x"] @ w) * table[0] + table[b["id"]]
-    h = h * jnp.full_like(table, 2)[0] + jnp.imag(table[0] * 1j)
-    h = jnp.where(jax.random.bernoulli(key, 0.5, h.shape), h, 0)
-    aux = {"rows": h, "two": jnp.concatenate([h, -h]), "table": table.sum(0)}
-    return jnp.std(h), aux
 
 
 LAYERS, HIDDEN = 8, 128

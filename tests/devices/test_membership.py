@@ -9,7 +9,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ga_optax import value_and_grad
-from ga_optax._devices import collectives
 
 pytestmark = pytest.mark.usefixtures("fast_compilation")
 
@@ -72,14 +71,3 @@ def test_a_split_waits_for_the_lowering_if_rows_may_come_in_any_order(loss, wait
     found = jax.jit(step, in_shardings=(whole, split))(ARGS[0], rows)
     due = jax.value_and_grad(loss)(ARGS[0], rows)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, due)
-
-
-@pytest.mark.cpu
-def test_a_jax_without_registrations_splits_into_neighbours_and_says_so(monkeypatch):
-    from jax.interpreters import mlir
-
-    monkeypatch.delattr(mlir, "register_lowering")
-    collectives._operations.cache_clear()
-    for make in mean_of, value_and_grad:
-        with pytest.warns(UserWarning, match="register_lowering.*optimize=False"):
-            assert not own_operations(make(squares, K))

@@ -86,6 +86,43 @@ def averaged(p, b, dtype):
     return sum(low).astype(WIDE) * ROWS
 
 
+def sum_of(layer):
+    """The first layer in another form, and a table."""
+
+    def loss(p, b, dtype):
+        h = layer(b["x"].astype(dtype), p["w"], dtype) @ p["v"].astype(dtype)
+        h += p["v"].astype(dtype)[b["group"] % WIDTH]
+        return jnp.sum(h.astype(WIDE) * b["slope"])
+
+    return loss
+
+
+def convolved(x, w, dtype):
+    numbers, kernel = ("NWC", "WIO", "NWC"), w.astype(dtype)[None]
+    args = x[:, None], kernel, (1,), "SAME", None, None, numbers
+    return jax.lax.conv_general_dilated(*args)[:, 0]
+
+
+def used_twice(x, w, dtype):
+    w, first = w.astype(dtype), jnp.arange(x.shape[0])[:, None] % 2 == 0
+    return jnp.where(first, x, 0) @ w + jnp.where(first, 0, x) @ w
+
+
+def cast_before(p, b, dtype):
+    """The same as `deep`, of matrices that are cast before the scan."""
+    layer = lambda x, w: (x @ w, None)  # noqa: E731
+    both = jnp.stack([p["w"], p["v"]]).astype(dtype)
+    h = jax.jit(lambda x, w: jax.lax.scan(layer, x, w)[0])(b["x"].astype(dtype), both)
+    return jnp.sum(h.astype(WIDE) * b["slope"])
+
+
+FORMS = {
+    "einsum": sum_of(lambda x, w, dtype: jnp.einsum("rk,kl->rl", x, w.astype(dtype))),
+    "jitted": sum_of(lambda x, w, dtype: jax.jit(jnp.matmul)(x, w.astype(dtype))),
+    "convolved": sum_of(convolved),
+    "used twice": sum_of(used_twice),
+    "cast before": cast_before,
+}
 LOSSES = (total, sums, layers, pairs, once, masked, averaged)
 PLACES = {  # axes of a mesh, and where rows do not meet more
     "Auto": {},
@@ -132,12 +169,13 @@ def exact(got, want):
     return all(np.array_equal(got[name], want[name]) for name in want)
 
 
-@pytest.mark.grid(5, 16)
+@pytest.mark.grid(6, 20)
 @pytest.mark.parametrize(
     ("fun", "place"),
     [
         *itertools.product(LOSSES, [None, "Auto", "Explicit"]),
         *itertools.product([total, deep], ["scattered"]),
+        *(pytest.param(fun, None, id=name) for name, fun in FORMS.items()),
     ],
 )
 def test_gradients_are_rounded_in_the_accumulator_alone(fun, place, monkeypatch):

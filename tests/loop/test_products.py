@@ -5,7 +5,6 @@ import re
 import helpers
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import ga_optax as ga
@@ -31,110 +30,6 @@ def one_device(monkeypatch):
 
 def text_for(platform, step, *args):
     return jax.jit(step).trace(*args).lower(lowering_platforms=(platform,)).as_text()
-
-
-# Each is a sum over layers whose gradients are sums over rows of products of small
-# integers: exact in float32, and not in bfloat16.
-def unrolled(layer):
-    return lambda p, batch: [
-        layer(batch["x"], w, b) for w, b in zip(p["w"], p["b"], strict=True)
-    ]
-
-
-def dense(x, w, b):
-    return x @ narrow(w) + narrow(b)[None]
-
-
-@jax.jit
-def jitted(x, w, b):
-    return x @ w + b[None]
-
-
-def convolved(x, w, b):
-    numbers, kernel = ("NWC", "WIO", "NWC"), narrow(w)[None]
-    args = x[:, None], kernel, (1,), "SAME", None, None, numbers
-    return jax.lax.conv_general_dilated(*args)[:, 0] + narrow(b)[None]
-
-
-def used_twice(x, w, b):
-    w, first = narrow(w), jnp.arange(x.shape[0])[:, None] % 2 == 0
-    halves = jnp.where(first, x, 0), jnp.where(first, 0, x)
-    return halves[0] @ w + halves[1] @ w + narrow(b)[None]
-
-
-def scanned(p, batch):
-    @jax.checkpoint
-    def layer(total, p):
-        return total, dense(batch["x"], *p)
-
-    return list(jax.lax.scan(layer, 0.0, (p["w"], p["b"]))[1])
-
-
-def cast_before(p, batch):
-    @jax.jit
-    def layers(p):
-        return jax.lax.scan(lambda total, p: (total, jitted(batch["x"], *p)), 0.0, p)[1]
-
-    return list(layers((narrow(p["w"]), narrow(p["b"]))))
-
-
-MODELS = {
-    "plain": unrolled(dense),
-    "inside_einsum": unrolled(
-        lambda x, w, b: jnp.einsum("rk,kl->rl", x, narrow(w)) + narrow(b)[None]
-    ),
-    "jitted": unrolled(lambda x, w, b: jitted(x, narrow(w), narrow(b))),
-    "convolved": unrolled(convolved),
-    "used_twice": unrolled(used_twice),
-    "scanned": scanned,
-    "cast_before": cast_before,
-}
-
-
-def draw(model):
-    params = {"w": (LAYERS, WIDTH, WIDTH), "b": (LAYERS, WIDTH), "table": (4, WIDTH)}
-    params = {name: helpers.normal(*shape) for name, shape in params.items()}
-    if model not in (scanned, cast_before):
-        params |= {name: list(params[name]) for name in "wb"}
-    x, slope = (helpers.integers(ROWS, WIDTH, seed=i) for i in range(2))
-    batch = {"x": narrow(x), "slope": narrow(20 * abs(slope) + 1)}
-    return params, batch | {"i": jnp.arange(ROWS) * 7 % 13 % 4}
-
-
-def losses_of(model):
-    def loss(p, batch):
-        h = sum(model(p, batch)) + narrow(p["table"])[batch["i"]]
-        return jnp.sum(wide(h) * wide(batch["slope"]))
-
-    return loss
-
-
-def exact(grads, batch):
-    """Of which parameters no sum over rows was rounded: it is an integer in float32."""
-    x, slope, rows = (np.asarray(batch[name]) for name in ("x", "slope", "i"))
-    x, slope, rows = x.astype(float), slope.astype(float), np.eye(4)[rows]
-    due = {"w": x.T @ slope, "b": slope.sum(0), "table": rows.T @ slope}
-    grads = grads | {"table": [grads["table"]]}
-    return {
-        name for name in due if all(np.array_equal(g, due[name]) for g in grads[name])
-    }
-
-
-@pytest.mark.grid(3)
-@pytest.mark.parametrize("model", MODELS)
-def test_sums_over_rows_of_bfloat16_are_those_of_float32(model, monkeypatch):
-    if model == "cast_before" and not micro_step.HAS_REFS:
-        pytest.skip("all layers in float32 take twice the memory if added outside")
-    loss, (params, batch) = losses_of(MODELS[model]), draw(MODELS[model])
-
-    def found(step):
-        return exact(jax.jit(step)(params, batch)[1], batch)
-
-    assert found(ga.value_and_grad(loss, K)) == params.keys()
-    # The twins: a gradient that was rounded before, ours and that of JAX.
-    helpers.without_pass(monkeypatch, "products")
-    assert found(ga.value_and_grad(loss, K)) == set()
-    assert found(helpers.undivided(loss)) == set()
 
 
 def test_a_product_over_rows_and_positions_runs_on_cpus():

@@ -1,7 +1,5 @@
 """Indices of each micro-batch: what is promised of them, and picks of each row."""
 
-import random
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,14 +7,10 @@ import pytest
 from corpus.harness import (
     K,
     arguments,
-    derivative,
-    joined,
-    of_each,
     partitioned,
-    whole_derivative,
 )
 from corpus.rules import counts
-from helpers import error, off
+from helpers import error
 from jax.extend.core import Literal
 from jax.lax import GatherScatterMode
 
@@ -178,58 +172,6 @@ def test_the_twin_that_keeps_every_promise_breaks_some(monkeypatch):
 
 
 # -- Picks of each row -----------------------------------------------------------------
-
-# Rows as a batch has them, and in several segments: of devices, of time.
-PLACES = {
-    "as they are": lambda x: x,
-    "of two": lambda x: jnp.concatenate([x, x + 1]),
-    "time-major": lambda x: jnp.stack([x, x + 1, 2 * x]).reshape(-1, *x.shape[1:]),
-    "batch-major": lambda x: jnp.stack([x, x + 1], 1).reshape(-1, *x.shape[1:]),
-}
-COUNTS = {
-    "arange": lambda n: jnp.arange(n),
-    "unsigned": lambda n: jnp.arange(n, dtype=jnp.uint32),
-    "cast": lambda n: jnp.arange(n * 1.0).astype(jnp.int32),
-}
-
-
-def drawn_pick(seed):
-    """A function that reads or writes numbers of each row by their place in the row."""
-    draw = random.Random(seed)
-    place = PLACES[draw.choice(list(PLACES))]
-    count = COUNTS[draw.choice(list(COUNTS))]
-    way = draw.choice(["get", "get", "set", "add", "multiply", "min", "max"])
-    times, rows_first, deep, of_rows = (
-        draw.choice([1, 1, 2, 3]),
-        *draw.choices([False, True], k=3),
-    )
-
-    def fun(h, w, ids):
-        h, ids = place(h), place(ids)
-        n, width = h.shape
-        new = jnp.repeat(jnp.tanh(h[:, 0]), times) if of_rows else 0.7
-        column = jnp.repeat(ids, times) + jnp.arange(n * times, dtype=jnp.int32) % times
-        at = jnp.repeat(count(n), times), column % width
-        h = jnp.stack([h, jnp.sin(h)], 2) if deep else h
-        h, at = (h, at) if rows_first else (h.swapaxes(0, 1), at[::-1])
-        if deep and of_rows:
-            new = new[:, None]
-        chosen = h.at[at]
-        return [jnp.cos(chosen.get() if way == "get" else getattr(chosen, way)(new))]
-
-    return fun
-
-
-@pytest.mark.grid(2, 12)
-@pytest.mark.parametrize("seed", range(60))
-def test_a_pick_of_each_row_needs_no_other_row(seed):
-    fun, args = drawn_pick(seed), arguments()
-    closed, part = partitioned(fun, args)
-    assert "rows" not in {x for e in part.jaxpr.eqns for x in jaxprs.axes_of(e)}
-    # In float64: sums of at most some hundred terms.
-    assert off(joined(of_each(closed, part, *args), part, closed), fun(*args)) < 1e-10
-    if (due := whole_derivative(fun, args)) is not None:
-        assert off(derivative(fun, args), due) < 1e-10
 
 
 @pytest.mark.parametrize("mode", [None, "clip", "fill", "promise_in_bounds"])

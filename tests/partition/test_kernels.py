@@ -38,7 +38,6 @@ FEW = W[:4, :4], X[:8, :4]
 # Where the rows of an operand are, and how a result of that shape becomes `[8, 4]`.
 VIEWS = {
     "rows": (lambda h: h, lambda o: o),
-    "columns": (lambda h: h.T, lambda o: o.T),
     "heads": (lambda h: h.reshape(16, 2), lambda o: o.reshape(8, 4)),
     "segments": (lambda h: jnp.concatenate([h, 2 * h]), lambda o: o[:8] + o[8:]),
     "one": (lambda h: jnp.ones((1, 4)), lambda o: o + jnp.zeros((8, 4))),
@@ -51,9 +50,7 @@ def shape_of(view):
 
 def array(view="rows", index=lambda i, *_: i, block=(1, 4), column=lambda *_: 0):
     """An operand or a result: a block of it for each program, at an index."""
-    turn = -1 if view == "columns" else 1
-    at = lambda *ids: (index(*ids), column(*ids))[::turn]  # noqa: E731
-    return view, pl.BlockSpec(block[::turn], at)
+    return view, pl.BlockSpec(block, lambda *ids: (index(*ids), column(*ids)))
 
 
 def kernel(does="", ins=None, out=None, grid=(8,), **more):

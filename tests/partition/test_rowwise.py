@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from corpus.rules import affine
 from helpers import (
     bits,
     mesh_of,
@@ -53,29 +54,17 @@ def ends(h):
     return jnp.mean(h**2) + jnp.mean(h) ** 2
 
 
-def dropless(x, router, experts):
-    """Tokens sorted by expert, and one ragged product."""
-    tokens = x.reshape(-1, WIDTH)
-    gates = jax.nn.softmax(tokens @ router)
-    order = jnp.argsort(jnp.argmax(gates, axis=1))
-    sizes = jnp.bincount(jnp.argmax(gates, axis=1), length=EXPERTS)
-    found = jax.lax.ragged_dot(tokens[order], experts, sizes.astype(jnp.int32))
-    found = jnp.zeros_like(found).at[order].set(found)
-    return (found * jnp.max(gates, axis=1, keepdims=True)).reshape(x.shape)
+def mixed(x, scale, w):
+    """A function that can be read, but one row with itself."""
+    return jnp.tanh(x @ w) * jnp.sum(x, axis=-1, keepdims=True) * scale
 
 
 def in_layers(p, x, promise):
     @jax.checkpoint
-    def layer(h, scale):
-        step = promise(lambda h: dropless(h, p["router"], p["experts"]))
-        return h + scale * step(h), None
+    def layer(h, w):
+        return h + promise(lambda h: mixed(h, 0.1, w))(h), None
 
-    return ends(jax.lax.scan(layer, x, jnp.asarray([1.0, 0.5]))[0])
-
-
-def mixed(x, scale, w):
-    """A function that can be read, but one row with itself."""
-    return jnp.tanh(x @ w) * jnp.sum(x, axis=-1, keepdims=True) * scale
+    return ends(jax.lax.scan(layer, x, p["experts"])[0])
 
 
 def gradient_inside(p, x, promise):
@@ -377,79 +366,6 @@ def test_what_does_not_fit_says_what_was_required_what_came_and_what_to_do(
 
 
 # -- Functions that are associative ----------------------------------------------------
-
-
-def affine(x, y):
-    """Of functions a·x + b, as pairs of a and b, the second after the first."""
-    return x[0] * y[0], y[0] * x[1] + y[1]
-
-
-def reset(x, y):
-    """A sum that starts anew at a flag."""
-    return jnp.where(y["flag"], y["sum"], x["sum"] + y["sum"]), x["flag"] | y["flag"]
-
-
-def of_reset(h, **how):
-    def fn(x, y):
-        return dict(zip(("sum", "flag"), reset(x, y), strict=True))
-
-    return associative_scan(fn, {"sum": h, "flag": h > 0.7}, **how)["sum"]
-
-
-def of_products(h, **how):
-    near = (
-        jnp.eye(h.shape[-1], dtype=h.dtype)
-        + h[..., None] * jnp.sin(h)[..., None, :] / 9
-    )
-    return associative_scan(jnp.matmul, near, **how)[..., 0]
-
-
-def of_closure(h, **how):
-    c = jnp.cos(h[0, :1])  # the same for all, of one row
-    return associative_scan(lambda x, y: x + y + c * x * y, h / 9, **how)
-
-
-SCANS = {
-    "a recurrence": lambda h, **how: associative_scan(
-        affine, (jax.nn.sigmoid(h), h), **how
-    )[1],
-    "a maximum": functools.partial(associative_scan, jnp.maximum),
-    "flags": of_reset,
-    "matrix products": of_products,
-    "a closure": of_closure,
-}
-
-
-def layers_of(scan, how):
-    """A loss of one sequence, [1, tokens, width], and where its scans are."""
-    place = how.pop("place")
-
-    def layer(w, h):
-        h = jnp.tanh(h @ w)
-        return scan(h, **how)
-
-    if place == "checkpoint":
-        layer = jax.checkpoint(layer)
-
-    def loss(w, x):
-        h, _ = jax.lax.scan(lambda h, w: (h + layer(w, h), None), x[0], w)
-        return jnp.mean(jnp.sin(h))
-
-    return loss
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SCANS)
-@pytest.mark.usefixtures("fast_compilation", "float64")
-def test_an_associative_scan_along_rows_is_of_each_micro_batch(name):
-    pick = np.random.default_rng(list(SCANS).index(name)).choice
-    place, k = str(pick(["checkpoint", "plain"])), int(pick([2, 3, K]))
-    loss = layers_of(SCANS[name], {"reverse": bool(pick(2)), "place": place})
-    args = normal(2, 4, 4).astype(float), normal(1, 3 * K, 4, seed=1).astype(float)
-    ours = jax.jit(ga.value_and_grad(loss, k, batch_axes=1))(*args)
-    # Some hundred terms, conditioned no worse than 10.
-    assert off(ours, jax.jit(jax.value_and_grad(loss))(*args)) < 1e-12
-    assert not ga.batch_dependencies(loss, k, batch_axes=1)(*args).whole
 
 
 @pytest.mark.slow

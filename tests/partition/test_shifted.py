@@ -222,33 +222,14 @@ def test_where_jax_is_finite_a_random_softmax_is_no_farther_from_the_truth(seed)
         assert abs(np.longdouble(x) - true) <= bound + abs(y - true)
 
 
-def beside_rows_that_a_factor_leaves_out(t, b):
-    a = b[0] * t
-    g = jax.lax.stop_gradient(jnp.minimum(jnp.max(a, 0), 0))
-    return jnp.mean(jnp.log(jnp.sum(jnp.exp(a - g) * b[1], 0)))
-
-
-def half_way(t, b):
-    a = b[0] * t
-    g = jax.lax.stop_gradient((jnp.max(a, 0) + jnp.min(a, 0)) / 2)
-    return jnp.mean(jnp.log(jnp.sum(jnp.exp(a - g) * b[1], 0)))
-
-
-def large_factors(t, b):
-    return jnp.mean(jax.nn.logsumexp(b[0] * t, axis=0, b=b[1]))
-
-
 @pytest.mark.parametrize("dtype", shifts.DTYPES)
-@pytest.mark.parametrize(
-    "loss", [beside_rows_that_a_factor_leaves_out, half_way, large_factors]
-)
-def test_nothing_overflows_or_vanishes_that_does_not_in_jax(loss, dtype, float64):
+def test_large_factors_overflow_no_sum_that_does_not_in_jax(dtype, float64):
+    def loss(t, b):
+        return jnp.mean(jax.nn.logsumexp(b[0] * t, axis=0, b=b[1]))
+
     rows = np.arange(16)[:, None] * np.ones((1, 2), int)
-    wide = 8 if dtype == jnp.float64 else 1  # so many times the exponents
-    x, f = np.where(rows % 2, -55.0, 65) * wide, rows % 2
-    if loss is large_factors:
-        x, f = np.where(rows, -80.0, 0) * wide, np.where(rows, 0.6, 0)
-        f = f * float(jnp.finfo(dtype).max) + (rows == 0)
+    x = np.where(rows, -80.0, 0) * (8 if dtype == jnp.float64 else 1)
+    f = np.where(rows, 0.6, 0) * float(jnp.finfo(dtype).max) + (rows == 0)
     b, one = (jnp.asarray(x, dtype), jnp.asarray(f, dtype)), jnp.ones([], dtype)
     due = jax.value_and_grad(loss)(one, b)
     assert all(map(jnp.isfinite, due))

@@ -227,13 +227,7 @@ def _turned(one, two):
 
 # Rows that move: `z[:n], z[n:]`, temporal differences, other rows as negatives.
 MOVES = {
-    "halves": lambda h, w: _half(h)[0] * _half(h)[1],
     "halves of two views": lambda h, w: _half(jnp.concatenate([h, jnp.sin(h)]))[1] * h,
-    "swapped halves": lambda h, w: h * jnp.concatenate(_half(h)[::-1]),
-    "dropped": lambda h, w: (
-        h[1:] * jax.random.bernoulli(jax.random.key(1), 0.7, h[1:].shape)
-    ),
-    "rows and columns": lambda h, w: jnp.pad(h[1:, 1:], ((0, 1), (1, 2)))[::-1, ::-1],
     "rows and columns of a mask": lambda h, w: jnp.where(
         jax.lax.pad(h > 0, False, ((1, -1, 0), (-1, 1, 0))), h @ w, h
     ),
@@ -243,8 +237,6 @@ MOVES = {
     "rows that are none": lambda h, w: jnp.concatenate([h[:0], h @ w, w[:0]]),
     "an edge of columns": lambda h, w: jnp.pad(h, ((0, 0), (1, 0)), "edge")[:, 1:] @ w,
     "roll": lambda h, w: h * jnp.roll(h, 1, 0),
-    "roll far": lambda h, w: h * jnp.roll(h, -5, (0, 1)),
-    "pad": lambda h, w: h * jnp.pad(h, ((1, 0), (0, 0)))[:-1],
     "pad far": lambda h, w: h * jnp.pad(h, ((4, 0), (0, 0)))[:-4],
     "of two": lambda h, w: h * jnp.concatenate([jnp.sin(h)[5:], h[:5]]),
     "queue": lambda h, w: jax.nn.softmax(h @ jnp.concatenate([h, w, w[:1]]).T),
@@ -252,7 +244,6 @@ MOVES = {
         _turned, (0.9 * jnp.ones_like(h), h)
     )[1],
     "a backward rule": lambda h, w: clipped(h[1:]) * clipped(h[:-1]),
-    "diagonal": lambda h, w: (h @ h.T).at[jnp.diag_indices(len(h))].set(-3.0) @ h,
     "sorted, along directions": lambda h, w: jax.vmap(
         lambda t: jax.jvp(functools.partial(jnp.sort, axis=1), (h,), (jnp.cos(h * t),))[
             1

@@ -169,12 +169,9 @@ def test_a_fence_changes_no_bit(loss, dtype, monkeypatch):
     [
         ("0.10.0", False),
         ("0.10.1", True),
-        ("0.10.2", True),
-        ("0.11.0", True),
         ("0.11.2", True),
         ("0.11.3.dev20260912", True),
         ("0.12.0", False),
-        ("0.12.0.1", False),
         ("1.0.0rc1", False),
     ],
 )

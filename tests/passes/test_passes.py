@@ -389,18 +389,6 @@ def test_this_jax_has_every_parameter_that_is_read_by_name():
 
 @pytest.mark.quick
 @HAS_REFS
-def test_the_log_names_a_cast_that_is_returned():
-    def loss(w, x):
-        low = w.astype(jnp.bfloat16)
-        return scanned(low, x.astype(jnp.bfloat16)), low
-
-    make = functools.partial(ga.value_and_grad, has_aux=True)
-    notes = notes_of(loss, normal(2, 4, 4), normal(8, 4), make=make)
-    assert any("not read by one scan alone" in note for note in notes)
-
-
-@pytest.mark.quick
-@HAS_REFS
 def test_the_log_names_the_line_that_keeps_a_parameter_out(caplog):
     caplog.set_level(logging.DEBUG, "ga_optax")
     [note] = notes_of(lambda p, x: jnp.mean(x @ p @ p), normal(4, 4), normal(8, 4))

@@ -190,34 +190,6 @@ def test_programs_that_differ_in_constants_alone_are_not_alike(monkeypatch):
     assert error() > 1e-2
 
 
-def test_a_rule_that_no_tangent_reaches_does_not_run():
-    @jax.custom_jvp
-    def odd(x):
-        return jnp.sin(x)
-
-    @odd.defjvp
-    def _(primals, tangents):
-        raise NotImplementedError
-
-    def loss(params, x, of=jnp.floor):
-        return jnp.mean(sum(odd(of(x @ w)) * (x @ w) for w in params))
-
-    got = ga.value_and_grad(loss, 2)(*arguments())
-    want = jax.value_and_grad(loss)(*arguments())
-    assert jnp.allclose(got[0], want[0], rtol=1e-5)
-    assert all(map(jnp.allclose, got[1], want[1]))
-    with pytest.raises(NotImplementedError):  # the twin
-        ga.value_and_grad(lambda *args: loss(*args, jnp.tanh), 2)(*arguments())
-
-
-def test_without_it_a_future_jax_differentiates(monkeypatch):
-    expected = jax.jit(ga.value_and_grad(dense, 2, optimize=False))(*arguments())
-    monkeypatch.setattr(pullback, "with_pullback_of_equals", None)
-    with pytest.warns(UserWarning, match="NoneType.*optimize=False"):
-        got = jax.jit(ga.value_and_grad(dense, 2))(*arguments())
-    assert helpers.bits(got) == helpers.bits(expected)
-
-
 ALIKE = {
     # Each time a new function.
     "checkpoint": lambda x: jax.checkpoint(lambda x: jnp.tanh(x) * 2)(x),

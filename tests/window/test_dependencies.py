@@ -64,28 +64,6 @@ def test_a_plan_has_a_stage_for_each_loop_in_the_order_in_which_they_run(fun):
     assert list(found.items()) == list(STAGES[fun].items())
 
 
-def test_each_stage_names_the_lines_that_it_computes_and_goes_back_through():
-    start = root.__code__.co_firstlineno
-    places = {n: f"test_dependencies.py:{start + n}:" for n in (1, 2, 3)}
-
-    def lines(values):
-        return {
-            n for n, place in places.items() if any(place in x.line for x in values)
-        }
-
-    found = {
-        name: [lines(x) for x in (stage.computes, stage.goes_back, stage.fills)]
-        for name, stage in of(root).items()
-    }
-    assert found == {
-        "level 1": [{1, 2}, set(), {1, 3}],  # line 3 reads the sum, so rows meet there
-        "level 2, shared": [{3}, set(), {3}],
-        "the loss": [{3}, {3}, set()],
-        "level 2, shared, back": [{3}, {3}, set()],
-        "level 1, back": [{1, 2}, {1, 2}, set()],
-    }
-
-
 def layouts(fun, *args, **options):
     """What micro-batches hold of what the stages compute, by stage and primitive."""
     return {

@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from corpus import scans
 from corpus.scans import BODIES, BOUND, How, K, arguments, loss_of
@@ -64,41 +63,6 @@ def test_the_comparison_sees_what_is_wrong(body, how, options, wrong, monkeypatc
     assert off_by(body, how, **options) < BOUND
     wrong(monkeypatch)
     assert off_by(body, how, **options) > 1e-6
-
-
-def sinkhorn(length, detached=True):
-    """A plan between the rows of a batch, whose cost has no derivative."""
-
-    def loss(w, x):
-        z = jnp.tanh(x @ w)
-        pairs = z @ z.T
-        cost = jax.lax.stop_gradient(pairs) if detached else pairs
-
-        def step(carry, _):
-            f = -jax.nn.logsumexp(carry[None, :] - cost, axis=1)
-            return -jax.nn.logsumexp(f[:, None] - cost, axis=0), f
-
-        g, f = jax.lax.scan(step, jnp.zeros_like(x[:, 0]), None, length=length)
-        return jnp.mean(jnp.exp(f[-1][:, None] + g - cost) * pairs)
-
-    return loss
-
-
-def test_a_little_scan_without_a_derivative_is_computed_once():
-    p, x = arguments(1, 256, jnp.float32)
-
-    def stages(*of):
-        found = ga.batch_dependencies(sinkhorn(*of), 4)(p["i"], x)
-        assert not found.whole
-        return len(found.stages)
-
-    assert stages(3) == stages(40)
-    assert stages(3, False) < stages(5, False)  # the twin
-    # Six steps with the roundings of a cost of at most D and a log of 256 rows. The
-    # weights of the loss add up to 256, of 256² terms of which none moves by more.
-    rounds = 6 * (scans.D + np.log(256)) * float(jnp.finfo(x.dtype).eps)
-    bound = rounds * 2 * scans.D * float(jnp.abs(x).max()) / 256
-    assert error(sinkhorn(3), 4, p["i"], x) < bound
 
 
 def step(loss, **options):
@@ -165,8 +129,3 @@ def test_rows_that_meet_in_the_carry_are_computed_whole_in_a_long_scan(body):
     assert name == "scan of 65 iterations, in whose carry rows meet,"
     assert "scans.py" in line
     assert size > 65 * 2 * scans.N * scans.D  # it is not its results alone
-
-
-@by_name("body", [*scans.ON_THE_SIDE, scans.nested])
-def test_rows_that_meet_on_the_side_never_are(body):
-    assert whole(body, 65) == []
