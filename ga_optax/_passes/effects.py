@@ -197,17 +197,14 @@ def backward(
 def moving(jaxpr: core.Jaxpr, start: Iterable[Any] | None = None) -> set[Any]:
     """The variables of a program that can have a tangent, if operands in `start` can.
 
-    Without `start` all operands can, and references always.
+    Without `start` all operands can.
     """
-    every = [*jaxpr.constvars, *jaxpr.invars]
-    found = {x for x in every if jaxprs.is_reference(x)}
-    found |= {x for x in (every if start is None else start) if jaxprs.is_inexact(x)}
+    every = [*jaxpr.constvars, *jaxpr.invars] if start is None else start
+    found = {x for x in every if jaxprs.is_inexact(x)}
     for e in jaxpr.eqns:
         ins = jaxprs.variables(e.invars)
         if e.primitive.name != "stop_gradient" and not found.isdisjoint(ins):
             found |= {x for x in e.outvars if jaxprs.is_inexact(x)}
-            # What is written to a reference may be read later.
-            found |= {x for x in [*ins, *e.outvars] if jaxprs.is_reference(x)}
     return found
 
 

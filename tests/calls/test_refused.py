@@ -404,7 +404,6 @@ sharded(NAME=P("data")) -> V leaf ['w'] | (3, 8, 16)
 sharded(NAME={"w": P(), "b": P("data", *[None] * 9)})
   -> V NAME must fit the param | 10 entries, and leaf ['b'] | at most one entry
 sharded(NAME={"w": P()}) -> V NAME must be | a prefix of | 'w': *} | 'b': *, 'w'
-sharded(NAME=ORDERED) -> V a prefix | OrderedDict | the containers of the param
 sharded(NAME=P("dta")) -> V NAME must name axes | the only leaf names 'dta', | Name one
 sharded(NAME=P("data", None, "data")) -> V axes of the mesh, each | 'data' twice, and
 """
