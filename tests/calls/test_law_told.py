@@ -656,3 +656,17 @@ def test_a_rule_that_fails_by_itself_raises_as_for_jax_and_only_if_it_is_needed(
         for call in (jax.value_and_grad(fun), ga.value_and_grad(fun, K), report):
             with pytest.raises(TypeError, match="float0"):
                 call(W[0], X)
+
+
+@pytest.mark.quick
+def test_a_scan_of_jax_along_rows_is_named_with_ours():
+    def loss(w, x, scan=jax.lax.associative_scan):
+        return jnp.mean(scan(lambda a, b: a / 2 + b, jnp.tanh(x @ w)) ** 2)
+
+    args = jnp.ones((8, 8)), jnp.ones((4096, 8))
+    [said] = warned(lambda: jax.eval_shape(ga.value_and_grad(loss, 8), *args))
+    assert "jax.lax.associative_scan, at " in said
+    assert line_in(loss, 1) in said
+    assert "with ga_optax.associative_scan each micro-batch scans its own" in said
+    ours = functools.partial(loss, scan=ga.associative_scan)
+    assert warned(lambda: jax.eval_shape(ga.value_and_grad(ours, 8), *args)) == []
