@@ -368,7 +368,7 @@ def test_nothing_is_registered_at_import():
 # of groups; our own primitives; and what a part of a partition is called.
 NOT_ASKED = """all_gather_dimension along check_vma compiler_params cost_estimate
 dropout_rate function grid_mapping group_offset in_specs in_tree input_output_aliases
-mesh manual_axes newly_manual_axes out_avals out_specs out_tree partition program
+mesh manual_axes newly_manual_axes out_avals out_specs out_tree partition
 promise ragged_dot_dimension_numbers score_mod sharding_rule static_args tiled which"""
 
 
