@@ -18,7 +18,7 @@ from jax.extend import core
 
 from .._devices import collectives
 from .._partition.held import MEETS
-from .._passes import checkpoints, feedback, jaxprs
+from .._passes import checkpoints, feedback, jaxprs, primitives
 from .._passes.jaxprs import bind, is_variable, variables
 from .._passes.places import better_placed
 from . import costs, cuts
@@ -505,7 +505,7 @@ def _growing(
     known: dict[Any, set[Any]] = {}  # what the result of a cheap one is computed of
     cheap, growing = set(), set()
     for e in equations:
-        if e.effects or is_alone(e) or not jaxprs.is_cheap(e):
+        if e.effects or is_alone(e) or not all(map(_is_cheaper, jaxprs.within(e))):
             continue
         reads = set().union(*(known.get(x, {x}) for x in variables(e.invars)))
         known |= dict.fromkeys(e.outvars, reads)
@@ -514,6 +514,16 @@ def _growing(
         if read < computed:
             growing.add(id(e))
     return cheap, growing
+
+
+def _is_cheaper(e: core.JaxprEqn) -> bool:
+    """True if an equation is cheap, and no function such as `exp` of many digits.
+
+    What runs a program, or is linear in some operand, is no such function.
+    """
+    row, has_digits = primitives.entry_of(e), any(map(jaxprs.is_inexact, e.outvars))
+    other = jaxprs.inner_programs(e) or row.each or row.linear_in(len(e.invars))
+    return jaxprs.is_cheap(e) and bool(other or not has_digits)
 
 
 def run_in_groups(
