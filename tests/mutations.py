@@ -845,8 +845,8 @@ FAULTS = """
 + owner = jnp.where(inside, (row // rest + 1) % parts, 0)
 @ _partition/reductions.py: test_table
 * sums of rows from the first on take their own total twice
-- after = w.index - 1 if not reverse else w.index + 1
-+ after = w.index
+- is_before = places > w.index if reverse else places < w.index
++ is_before = places >= w.index if reverse else places <= w.index
 * the place of an extremum is that in a micro-batch
 - places, values = w.gather(at + first, v), w.gather(best, v)
 + places, values = w.gather(at, v), w.gather(best, v)

@@ -373,7 +373,8 @@ class _Local:
         last = max(map(level, self.grads))
         found, due = [], _Phase([], [], [], [], [])
         late = {x.result for sums in self.late.values() for x in sums}
-        there = self.known | set(self.cts.values()) | late
+        every = list(self.cts.values())
+        there = self.known | set(every) | late
         for number in reversed(range(last + 1)):
             mine = [i for i, x in enumerate(self.grads) if level(x) == number]
             wanted = [*(self.grads[i] for i in mine), *due.own]
@@ -384,19 +385,14 @@ class _Local:
             comes = [x for x in inputs if x not in self.known]
             sums = [x for x in self.late.get(number, ()) if x.result in comes]
             passed = [x for x in comes if x not in {x.result for x in sums}]
-            if not number and not passed:
-                passed = self._any_results()
+            if not number and not passed:  # a rule that reads none gets zeros
+                passed = [x for x in every if x in self.own] or every
             own = [x for x in passed if x in self.own]
             sums += [_Sum(x, x, None) for x in passed if x not in self.own]
             reads = [x for x in inputs if x in self.known]
             due = _Phase(mine, equations, reads, own, sums)
             found.append(due)
         return found
-
-    def _any_results(self) -> list[Any]:
-        """Zero cotangents of results, for a rule that reads none."""
-        every = list(self.cts.values())
-        return [x for x in every if x in self.own] or every
 
     # -- On the way there --------------------------------------------------------------
 

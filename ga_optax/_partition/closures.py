@@ -15,7 +15,6 @@ from jax.extend import core
 from .._passes import checkpoints, effects, jaxprs
 from .._passes.equation import NoDerivativeError, not_differentiable
 from .._passes.places import looked_at, place_of
-from .attached import zero_tangent
 
 
 class EscapedError(NoDerivativeError):
@@ -142,21 +141,14 @@ class _Ruled(NamedTuple):
 
     def constants(self) -> Sequence[Any]:
         """The constants of the rule."""
-
-        def derivative(*xs: Any) -> Any:
-            fun, some = self.of_moving(xs)
-            if self.has_jvp:
-                return jax.jvp(fun, some, some)
-            out, pullback = jax.vjp(fun, *some)
-            return pullback(list(map(zero_tangent, out)))
-
-        types = [x.aval for x in self.equation.invars]
-        program, error = looked_at(jaxprs.program_of, derivative, *types)
+        e = self.equation
+        moving = [e.invars[i] for i in self.places]
+        program, error = looked_at(effects.backward, self.program, e, moving)
         if isinstance(error, jax.errors.UnexpectedTracerError):
             raise EscapedError(
                 "A rule must not close over what a jax.vmap around it maps, but that "
-                f"at {place_of(self.equation.source_info)} does. Make it an "
-                "argument of the function and of the rule."
+                f"at {place_of(e.source_info)} does. Make it an argument of the "
+                "function and of the rule."
             ) from error
         return program.consts if program else ()
 

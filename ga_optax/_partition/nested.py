@@ -524,28 +524,20 @@ def while_(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         if PARTIAL in new or new.count(WHOLE) == layouts.count(WHOLE):
             raise RowsMeet  # each round gives rows to a carry that had none
         layouts = new
-    is_one = not test.closed.out_avals[0].shape
-
-    def goes_on(carry: Sequence[Any]) -> jax.Array:
-        return test(w.index, [*(v.x for v in of_cond), *carry])[0]
-
-    def any_goes_on(carry: Sequence[Any]) -> jax.Array:
-        return goes_on(carry) if is_one else goes_on(carry).any()
-
-    def step(carry: Sequence[Any]) -> Sequence[Any]:
-        new = run(w.index, [*(v.x for v in of_body), *carry])
-        if is_one:
-            return new
-        return list(map(functools.partial(_where, goes_on(carry)), new, carry))
-
-    out = jax.lax.while_loop(any_goes_on, step, in_layouts(w, carry, layouts))
+    # As JAX does, the primitive takes a test for each row.
+    of_test = [*test.closed.consts, index_for(w, test), *(v.x for v in of_cond)]
+    of_step = [*run.closed.consts, index_for(w, run), *(v.x for v in of_body)]
+    tests, steps = (jaxprs.without_constants(x.closed.jaxpr) for x in (test, run))
+    out = e.primitive.bind(
+        *of_test,
+        *of_step,
+        *in_layouts(w, carry, layouts),
+        cond_nconsts=len(of_test),
+        cond_jaxpr=core.ClosedJaxpr(tests, ()),
+        body_nconsts=len(of_step),
+        body_jaxpr=core.ClosedJaxpr(steps, ()),
+    )
     return list(zip(out, layouts, strict=True))
-
-
-def _where(goes_on: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    """The new values of the loops that go on; axes of loops come first."""
-    goes_on = goes_on.reshape(*goes_on.shape, *[1] * (new.ndim - goes_on.ndim))
-    return jnp.where(goes_on, new, old)
 
 
 _WHILE = ("cond_jaxpr", "body_jaxpr")

@@ -130,32 +130,17 @@ def cumulative(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     """Sums from the first row on: local sums, plus the totals of earlier rows."""
     [v] = vs
     axis, reverse = e.params["axis"], e.params["reverse"]
-    name = e.primitive.name
-    # At ties JAX has a derivative that depends on where in the whole batch they are.
-    is_extremum = name in ("cummax", "cummin")
-    if v.rows.segments > 1 or (is_extremum and v.smooth):
+    if v.rows.segments > 1:
         return None
     here = w.run(e, [v.x])
     edge = 0 if reverse else here.shape[axis] - 1
     total = jax.lax.index_in_dim(here, edge, axis, keepdims=True)
     totals = w.gather(total, v)
-    # Those of all micro-batches up to each, and then those before this one.
-    after = w.index - 1 if not reverse else w.index + 1
-    is_first = w.index == (w.axis.size - 1 if reverse else 0)
-    totals = w.run(e, [totals], axis=0)
-    after = jnp.where(is_first, w.index, after)
-    before = jax.lax.dynamic_index_in_dim(totals, after, 0, keepdims=False)
-    joined = _JOINED[name](here, before)
-    return [(jnp.where(is_first, here, joined), v.rows)]
-
-
-_JOINED: dict[str, Any] = {
-    "cumsum": jnp.add,
-    "cumprod": jnp.multiply,
-    "cummax": jnp.maximum,
-    "cummin": jnp.minimum,
-    "cumlogsumexp": jnp.logaddexp,
-}
+    places = jnp.arange(len(totals), dtype=w.index.dtype)
+    places = places.reshape(-1, *[1] * here.ndim)
+    is_before = places > w.index if reverse else places < w.index
+    before = jnp.where(is_before, totals, jnp.zeros_like(totals))
+    return [(here + before.sum(0, dtype=here.dtype), v.rows)]
 
 
 # == Columns ===========================================================================

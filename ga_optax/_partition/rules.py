@@ -27,7 +27,7 @@ _OWN: dict[Rule, str] = {
     reductions.reduce_: "reduce_sum reduce_max reduce_min reduce_prod reduce_and "
     "reduce_or reduce_xor",
     reductions.place_of_extremum: "argmax argmin",
-    reductions.cumulative: "cumsum cumprod cummax cummin cumlogsumexp",
+    reductions.cumulative: "cumsum",
     linear.barrier: "optimization_barrier",
     moves.reshape: "reshape",
     moves.tile: "tile",

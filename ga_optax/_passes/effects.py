@@ -9,7 +9,7 @@ import functools
 import operator
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -165,15 +165,15 @@ def _effects_of(
     if error is not None:
         why = f"{name} raises {type(error).__name__} if it is differentiated alone"
         return SideEffects(Reason(why, line), nonlinear)
-    effects = way.effects
+    effects = way.jaxpr.effects
     why = f"the rule of {name} prints, calls back or communicates"
     reordering = Reason(why, line) if effects else None
     return SideEffects(reordering, nonlinear, frozenset(effects))
 
 
 def backward(
-    jaxpr: core.Jaxpr, equation: core.JaxprEqn, can_move: set[Any]
-) -> core.Jaxpr:
+    jaxpr: core.Jaxpr, equation: core.JaxprEqn, can_move: Collection[Any]
+) -> jaxprs.Program:
     """The program that computes an equation and takes a cotangent back through it.
 
     It goes back to operands in `can_move` alone: a rule may refuse the others, and if a
@@ -191,7 +191,7 @@ def backward(
         out, pullback = jax.vjp(of_smooth, *(values[i] for i in smooth))
         return pullback(list(map(jnp.ones_like, out)))
 
-    return jaxprs.program_of(pulled_back, *(x.aval for x in ins)).jaxpr
+    return jaxprs.program_of(pulled_back, *(x.aval for x in ins))
 
 
 def moving(jaxpr: core.Jaxpr, start: Iterable[Any] | None = None) -> set[Any]:

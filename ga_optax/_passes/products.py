@@ -182,10 +182,7 @@ class _Rewriter:
         if (wide := self._widen(x, sliced)) is not None:
             return cast.replace(invars=[wide])
         if _is_low(x):
-            maker = jaxprs.made_by(self.jaxpr, x)
-            why = "a sum in low precision is read by more than its accumulator"
-            if maker is not None and jaxprs.num_readers(self.jaxpr, x) == 1:
-                why = f"a sum comes out of {maker.primitive.name} in low precision"
+            why = "a sum in low precision is read twice, or not made of products alone"
             left_alone(cast, why)
         return cast
 

@@ -129,11 +129,7 @@ def _axes(name: str, axes: Any, tree: Any, rows: Any = None) -> tuple[Axes, Any]
             f"{jax.tree.structure(tree)}, but it is {axes!r}. Give one axis for all "
             "leaves, or one for each."
         ) from None
-    numbers, todo = list[int | None](), "Pass None for a leaf without rows"
-    before = ""
-    if name == "out_axes":
-        todo = "Return rows alone: sum over them outside of rowwise"
-        before = " as in_axes"
+    numbers = list[int | None]()
     for axis, (leaf, x) in zip(of_leaves, named_leaves(tree), strict=True):
         shape = getattr(x, "shape", ())
         if axis is None and name == "in_axes":
@@ -142,10 +138,11 @@ def _axes(name: str, axes: Any, tree: Any, rows: Any = None) -> tuple[Axes, Any]
         is_axis = isinstance(axis, int) and -len(shape) <= axis < len(shape)
         if not is_axis or (rows is not None and shape[axis] != rows):
             what = f"shape {shape}" if hasattr(x, "shape") else f"{type(x)}"
-            number = "rows" if rows is None else f"the same {rows} rows{before}"
+            number = "rows" if rows is None else f"the same {rows} rows"
             raise ValueError(
                 f"{name} of rowwise must be axes of {number}, but it has {axis!r} for "
-                f"{leaf}, of {what}. {todo}."
+                f"{leaf}, of {what}. Pass None in in_axes for a leaf without rows. "
+                "Return rows alone: sum over them outside of rowwise."
             )
         numbers.append(axis % len(shape))
         rows = shape[axis]

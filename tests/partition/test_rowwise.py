@@ -351,9 +351,9 @@ promised(jnp.sin, X, in_axes=(0, 0)) -> V an int, None, or a prefix | (0, 0)
 promised(jnp.sin, X, in_axes=2) -> V 2 for leaf [0], of shape (4, 3). Pass
 promised(lambda x, _: x, X, "flag") -> V has 0 for leaf [1], of <class 'str'>
 promised(jnp.add, X, X, in_axes=(0, 1)) -> V same 4 rows, | 1 for leaf [1]
-promised(jnp.sum, X) -> V out_axes | 0 for the only leaf, of shape (). Return rows alone
+promised(jnp.sum, X) -> V out_axes | 0 for the only leaf, of shape () | Return rows
 promised(jnp.sin, X, out_axes=None) -> V out_axes of rowwise must | it has None
-promised(lambda x: {"y": x[1:]}, X) -> V the same 4 rows as in_axes, | leaf ['y']
+promised(lambda x: {"y": x[1:]}, X) -> V the same 4 rows, | leaf ['y']
 """
 
 
