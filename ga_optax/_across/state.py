@@ -357,25 +357,6 @@ def check_order(**trees: Any) -> None:
             )
 
 
-def check_swapped(grads: Any, state: Any, params: Any) -> None:
-    """Raises if gradients, state and parameters come in another order.
-
-    Gradients are like parameters in all that JAX knows of them: these two may be
-    swapped.
-    """
-    of_grads, of_state, of_params = map(jax.tree.structure, (grads, state, params))
-    if (
-        of_state.num_leaves
-        and of_grads != of_params
-        and of_state in (of_grads, of_params)
-    ):
-        raise TypeError(
-            "The state must be that of the optimizer, but it has the tree structure of "
-            f"{'grads' if of_state == of_grads else 'params'}. Were arguments swapped? "
-            f"{ORDER}"
-        )
-
-
 # == States of Optax ===================================================================
 
 

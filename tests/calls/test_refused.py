@@ -553,7 +553,6 @@ flush(CHAIN) -> T flush needs tx
 update(state=SGD.init(DENSE)) -> T must be of type MultiStepsState
 update(state={"mini_step": 1}) -> T of type MultiStepsState | without a target
 ga.apply_gradients(TX, GRADS, DENSE, STATE) -> T swapped? | grads, state, params
-ga.apply_gradients(SGD, SGD.init(DENSE), GRADS, DENSE) -> T swapped? | grads, state, par
 TX.update(GRADS, DENSE, STATE) -> T swapped? | grads, state, params
 ga.apply_gradients(GRADS, TX, STATE, DENSE) -> T must be an | The order is apply
 ga.apply_gradients(STATE, GRADS, TX, DENSE)
