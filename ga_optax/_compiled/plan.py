@@ -8,7 +8,6 @@ The search; bytes in words; compilers of machines that this process does not hav
 import contextlib
 import dataclasses
 import functools
-import inspect
 import itertools
 import math
 import numbers
@@ -182,7 +181,11 @@ def plan(
       ValueError: if an argument is invalid, or if no candidate compiles.
       TypeError: if an argument, or the result of `make_step`, has the wrong type.
     """
-    _check_make_step(make_step)
+    todo = (
+        "Pass the function that builds your jitted step: "
+        "lambda k: jax.jit(ga_optax.value_and_grad(loss, k)), for example."
+    )
+    _checks.check_callable("make_step", make_step, "of num_microbatches", todo)
     todo = "Pass the number of examples in one step."
     batch_size = _checks.check_int("batch_size", batch_size, todo)
     machine: Any = None if target is None else find_machine(target)
@@ -199,24 +202,6 @@ def plan(
     if answer is None:
         search.nothing_fits(_page(compiled, untried, batch_size, "Nothing fits."))
     return Plan(answer, batch_size, limit, compiled, untried)
-
-
-def _check_make_step(make_step: Any) -> None:
-    """Raises unless `make_step` can be called with a number of micro-batches alone."""
-    todo = (
-        "Pass the function that builds your jitted step: "
-        "lambda k: jax.jit(ga_optax.value_and_grad(loss, k)), for example."
-    )
-    _checks.check_callable("make_step", make_step, "of num_microbatches", todo)
-    with contextlib.suppress(ValueError):  # a built-in function has no signature
-        signature = inspect.signature(make_step)
-        try:
-            signature.bind(1)
-        except TypeError:
-            raise TypeError(
-                f"make_step must take num_microbatches alone, but it takes {signature}."
-                f" {todo}"
-            ) from None
 
 
 def _is_too_large(candidate: Candidate) -> bool:

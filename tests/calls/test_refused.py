@@ -328,8 +328,7 @@ plan(candidates=[1, 3]) -> V but 3 does not. | Choose from 1, 2, 4
 plan(candidates=[0]) -> V candidate must be at least 1 | it is 0
 plan(candidates=4) -> T a sequence of ints, but it is 4. | Choose from 1, 2
 plan(3) -> T make_step must be a function | it is 3
-plan(jax.jit(loss)) -> T take num_microbatches alone | lambda k: jax.jit(
-plan(loss) -> T take num_microbatches alone | (w, x) | lambda k: jax.jit(
+plan(loss) -> V loss() missing 1 required | call make_step(1)
 plan(lambda k: len) -> T no `lower`. | Return jax.jit
 ga.plan(make_step, W, X, batch_size=12, memory_limit=1 << 30)
   -> V batch_size must be | it is 12, and | a batch of 8. | that number
