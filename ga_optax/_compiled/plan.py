@@ -195,7 +195,7 @@ def plan(
     choices = _check_candidates(candidates, batch_size)
     on_machine = machine.arguments if machine else contextlib.nullcontext
     with on_machine(args) as args:
-        search = _Search(make_step, args, limit, batch_size)
+        search = _Search(make_step, args, limit)
         answer = search.smallest_that_fits(choices)
     compiled = tuple(search.compiled[k] for k in sorted(search.compiled))
     untried = tuple(k for k in choices if k not in search.compiled)
@@ -217,7 +217,6 @@ class _Search:
       make_step: a function of the number of micro-batches that returns a step.
       args: the arguments of the step.
       limit: the bytes of one device.
-      batch_size: examples in a batch.
       compiled: the compiled candidates, by the number of micro-batches.
       errors: the errors of the candidates that failed.
     """
@@ -225,7 +224,6 @@ class _Search:
     make_step: Callable[[int], Any]
     args: tuple[Any, ...]
     limit: int
-    batch_size: int
     compiled: dict[int, Candidate] = dataclasses.field(default_factory=dict)
     errors: list[Exception] = dataclasses.field(default_factory=list)
 
@@ -275,14 +273,13 @@ class _Search:
         start = time.perf_counter()
         step = compiled = failure = None
         fits = False
-        with places.recordings() as lines, places.seen_batches() as batches:
+        with places.recordings() as lines:
             try:
                 step = self.make_step(k)
                 lower = getattr(step, "lower", None)
                 compiled = lower and lower(*self.args).compile()
             except Exception as error:  # from the user's code or the compiler: reported
                 failure = error
-        self._check_batch_size(batches)
         if failure is not None:
             self.errors.append(failure)
             message = (
@@ -305,16 +302,6 @@ class _Search:
         say(f" {outcome} ({seconds:.1f} s)")
         self.compiled[k] = dataclasses.replace(candidate, fits=fits, seconds=seconds)
         return self.compiled[k]
-
-    def _check_batch_size(self, batches: Sequence[int]) -> None:
-        """Raises if `value_and_grad` got batches of other numbers of rows alone."""
-        pairs = [sorted((self.batch_size, rows)) for rows in batches]
-        if batches and all(many % few for few, many in pairs):
-            raise ValueError(
-                "batch_size must be the number of rows of the step's batch, but it is "
-                f"{self.batch_size}, and value_and_grad got a batch of {batches[0]}. "
-                "Pass that number, or other arguments."
-            )
 
 
 def _candidate(k: int, compiled: Any, notes: tuple[str, ...]) -> Candidate:

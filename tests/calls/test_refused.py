@@ -262,10 +262,6 @@ def plan(make=lambda k: jax.jit(untraced), **options):
     ga.plan(make, **({"batch_size": 64, "memory_limit": 1} | options))
 
 
-def make_step(k):
-    return jax.jit(ga.value_and_grad(loss, k))
-
-
 def sharded(rows=64, k=4, n=8, name="data", frozen=False, **options):
     """A call on a mesh of n devices; frozen parameters may stand before the batch."""
     data_axis = ga.DataAxis(name, mesh=mesh_of(n), **options)
@@ -330,8 +326,6 @@ plan(candidates=4) -> T a sequence of ints, but it is 4. | Choose from 1, 2
 plan(3) -> T make_step must be a function | it is 3
 plan(loss) -> V loss() missing 1 required | call make_step(1)
 plan(lambda k: len) -> T no `lower`. | Return jax.jit
-ga.plan(make_step, W, X, batch_size=12, memory_limit=1 << 30)
-  -> V batch_size must be | it is 12, and | a batch of 8. | that number
 """
 OF_CPUS = """
 plan(memory_limit=None) -> V memory_limit must be given | "16GiB"
