@@ -179,7 +179,7 @@ def plan(
       NothingFitsError: if nothing fits: a `ValueError` that says how much memory the
         smallest candidate needs.
       ValueError: if an argument is invalid, or if no candidate compiles.
-      TypeError: if an argument, or the result of `make_step`, has the wrong type.
+      TypeError: if an argument has the wrong type.
     """
     todo = (
         "Pass the function that builds your jitted step: "
@@ -258,7 +258,8 @@ class _Search:
             raise ValueError(
                 f"At least one candidate must compile, but all {len(self.compiled)} "
                 f"failed; num_microbatches={k} with {f'{failed.error}'.rstrip('.')}. "
-                f"To see the error, call make_step({k}).lower(*args)."
+                "make_step must return a jitted function of the other arguments. To "
+                f"see the error, call make_step({k}).lower(*args)."
             ) from self.errors[0]
         raise NothingFitsError(
             f"The step must fit into {bytes_in_words(self.limit)}, but {cause}. Allow "
@@ -271,36 +272,25 @@ class _Search:
         say = functools.partial(print, file=sys.stderr, flush=True)
         say(f"plan: num_microbatches={k}: compiling ...", end="")
         start = time.perf_counter()
-        step = compiled = failure = None
-        fits = False
         with places.recordings() as lines:
             try:
-                step = self.make_step(k)
-                lower = getattr(step, "lower", None)
-                compiled = lower and lower(*self.args).compile()
+                compiled = self.make_step(k).lower(*self.args).compile()
             except Exception as error:  # from the user's code or the compiler: reported
-                failure = error
-        if failure is not None:
-            self.errors.append(failure)
-            message = (
-                f"{type(failure).__name__}: {str(failure).strip() or 'no message'}"
-            )
-            candidate = Candidate(k, error=message.splitlines()[0])
-            outcome = f"failed: {candidate.error}"
-        elif compiled is None:
-            raise TypeError(
-                f"make_step must return a jitted function, but num_microbatches={k} "
-                f"gave a {type(step).__name__}, which has no `lower`. Return "
-                "jax.jit(step)."
-            )
-        else:
-            candidate = _candidate(k, compiled, tuple(lines))
-            need = candidate.bytes or 0
-            fits = need <= self.limit
-            outcome = f"{bytes_in_words(need)}, {'fits' if fits else 'does not fit'}"
+                self.errors.append(error)
+                message = (
+                    f"{type(error).__name__}: {str(error).strip() or 'no message'}"
+                )
+                candidate = Candidate(k, error=message.splitlines()[0])
+                outcome = f"failed: {candidate.error}"
+            else:
+                candidate = _candidate(k, compiled, tuple(lines))
+                need = candidate.bytes or 0
+                candidate = dataclasses.replace(candidate, fits=need <= self.limit)
+                fits = "fits" if candidate.fits else "does not fit"
+                outcome = f"{bytes_in_words(need)}, {fits}"
         seconds = time.perf_counter() - start
         say(f" {outcome} ({seconds:.1f} s)")
-        self.compiled[k] = dataclasses.replace(candidate, fits=fits, seconds=seconds)
+        self.compiled[k] = dataclasses.replace(candidate, seconds=seconds)
         return self.compiled[k]
 
 

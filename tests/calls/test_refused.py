@@ -325,7 +325,7 @@ plan(candidates=[0]) -> V candidate must be at least 1 | it is 0
 plan(candidates=4) -> T a sequence of ints, but it is 4. | Choose from 1, 2
 plan(3) -> T make_step must be a function | it is 3
 plan(loss) -> V loss() missing 1 required | call make_step(1)
-plan(lambda k: len) -> T no `lower`. | Return jax.jit
+plan(lambda k: len) -> V no attribute 'lower'. make_step must return a jitted
 """
 OF_CPUS = """
 plan(memory_limit=None) -> V memory_limit must be given | "16GiB"
