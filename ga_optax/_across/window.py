@@ -76,9 +76,9 @@ class MicroStep:
     def __post_init__(self) -> None:
         todo = f"Pass the state that init or the last call returned. {OF_OTHERS}"
         _checks.check_type("state", self.state, MultiStepsState, todo)
-        for field, new in jax.eval_shape(self.config.optional_fields).items():
-            if new != ():
-                self._check_field(field, new)
+        self._check_field("arg_totals", dict.fromkeys(self.config.mean_argnames, 0))
+        if self.config.track_norm:
+            self._check_field("grad_norm", 0)
         _ = self.averaged  # raises if an argument is no number
 
     def add_gradient(self) -> tuple[Any, MultiStepsState]:
