@@ -103,20 +103,15 @@ class Config:
             drop_state=drop_state,
             weight=weight,
             counters=new_counters(),
-            **(self.optional_fields() | {"arg_totals": arg_totals}),
+            arg_totals=arg_totals,
+            grad_norm=jnp.zeros([], float) if self.track_norm else (),
         )
 
     def empty(self, params: Any) -> WindowSum:
         """An empty accumulator for gradients and the extra arguments to average."""
         acc = accumulator.init(params, self.accumulator_dtype)
-        return acc._replace(total=(acc.total, self.optional_fields()["arg_totals"]))
-
-    def optional_fields(self) -> dict[str, Any]:
-        """The initial values of the state's fields that an option adds."""
-        return {
-            "arg_totals": {name: jnp.zeros([], float) for name in self.mean_argnames},
-            "grad_norm": jnp.zeros([], float) if self.track_norm else (),
-        }
+        arg_totals = {name: jnp.zeros([], float) for name in self.mean_argnames}
+        return acc._replace(total=(acc.total, arg_totals))
 
     def window_length(self, step: jax.Array) -> int | jax.Array:
         """The k of this step: an int if k is known."""

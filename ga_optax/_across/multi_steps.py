@@ -37,7 +37,6 @@ from .state import (
     ORDER,
     MultiStepsState,
     check_order,
-    check_swapped,
     has_updated,
     some_states,
     state_type,
@@ -207,7 +206,6 @@ def _update_of(config: Config) -> Callable[..., Any]:
         """Adds a gradient; the updates are zero until the window closes."""
         _check_spelling(extra_args)
         check_order(grads=grads, params=params)
-        check_swapped(grads, state, params)
         arguments = config, state, grads, params, extra_args, weight
         return MicroStep(*arguments, applies=False).add_gradient()
 
@@ -280,10 +278,10 @@ def apply_gradients(
 
     Raises:
       ValueError: if trees, shapes or the weight do not fit; names the leaf.
-      TypeError: if arguments come in another order (but for gradients and parameters,
-        which are alike: pass them by name), if `emit` is no bool, or is given
-        and `tx` is not a `MultiSteps`, or if there are extra arguments and the
-        optimizer is a plain `optax.GradientTransformation`, which takes none.
+      TypeError: if the state of a `MultiSteps` comes in the place of gradients or
+        parameters, if `emit` is no bool, or is given and `tx` is not a `MultiSteps`, or
+        if there are extra arguments and the optimizer is a plain
+        `optax.GradientTransformation`, which takes none.
 
     Warns:
       UserWarning: if a schedule, or another transformation that counts, is around a
@@ -300,7 +298,6 @@ def apply_gradients(
     check_optimizer("tx", tx, ORDER)
     _check_spelling(extra_args)
     check_order(grads=grads, params=params)
-    check_swapped(grads, state, params)
     trained = differentiated(params)
     check_gradients(trained, grads, expected="params", integers=True)
     check_on_device("grads", grads)

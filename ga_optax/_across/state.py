@@ -236,9 +236,17 @@ def grad_norm(state: optax.OptState) -> jax.Array:
       A float scalar.
 
     Raises:
-      ValueError: if `state` does not hold exactly one `MultiStepsState` with a norm.
+      ValueError: if `state` does not hold exactly one `MultiStepsState`, or this one
+        has no norm.
     """
-    return find_state(state, "grad_norm").grad_norm
+    norm = find_state(state).grad_norm
+    if not jax.tree.leaves(norm):
+        raise ValueError(
+            "The state must come from a MultiSteps with track_norm=True, but the field "
+            "grad_norm is empty. Make the MultiSteps with that option, and a new state "
+            "with init."
+        )
+    return norm
 
 
 def state_type(use_grad_mean: bool) -> type[MultiStepsState]:
@@ -249,23 +257,13 @@ def state_type(use_grad_mean: bool) -> type[MultiStepsState]:
 # -- Search in a tree ------------------------------------------------------------------
 
 
-def find_state(state: optax.OptState, field: str | None = None) -> MultiStepsState:
-    """Returns the one `MultiStepsState` in a tree (with this field not empty).
+def find_state(state: optax.OptState) -> MultiStepsState:
+    """Returns the one `MultiStepsState` in a tree.
 
     Raises:
       ValueError: if there is no such state, or more than one.
     """
     states = some_states(state)
-    if field is not None:
-        states = {
-            path: x for path, x in states.items() if jax.tree.leaves(getattr(x, field))
-        }
-        if not states:
-            raise ValueError(
-                f"The state must come from a MultiSteps with {OPTIONS[field]}, but the "
-                f"field {field} is empty. Make the MultiSteps with that option, and a "
-                "new state with init."
-            )
     if len(states) > 1:
         raise ValueError(
             "There must be one MultiStepsState in the state, but there are "
@@ -355,25 +353,6 @@ def check_order(**trees: Any) -> None:
                 f"{name} must not hold the state of a MultiSteps, but there is one at "
                 f"{path or 'the top'}. Were arguments swapped? {ORDER}"
             )
-
-
-def check_swapped(grads: Any, state: Any, params: Any) -> None:
-    """Raises if gradients, state and parameters come in another order.
-
-    Gradients are like parameters in all that JAX knows of them: these two may be
-    swapped.
-    """
-    of_grads, of_state, of_params = map(jax.tree.structure, (grads, state, params))
-    if (
-        of_state.num_leaves
-        and of_grads != of_params
-        and of_state in (of_grads, of_params)
-    ):
-        raise TypeError(
-            "The state must be that of the optimizer, but it has the tree structure of "
-            f"{'grads' if of_state == of_grads else 'params'}. Were arguments swapped? "
-            f"{ORDER}"
-        )
 
 
 # == States of Optax ===================================================================

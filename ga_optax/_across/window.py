@@ -19,7 +19,6 @@ would copy the parameters into temporaries, on every backend.
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -76,9 +75,9 @@ class MicroStep:
     def __post_init__(self) -> None:
         todo = f"Pass the state that init or the last call returned. {OF_OTHERS}"
         _checks.check_type("state", self.state, MultiStepsState, todo)
-        for field, new in jax.eval_shape(self.config.optional_fields).items():
-            if new != ():
-                self._check_field(field, new)
+        self._check_field("arg_totals", dict.fromkeys(self.config.mean_argnames, 0))
+        if self.config.track_norm:
+            self._check_field("grad_norm", 0)
         _ = self.averaged  # raises if an argument is no number
 
     def add_gradient(self) -> tuple[Any, MultiStepsState]:
@@ -210,14 +209,14 @@ class MicroStep:
             # Only the sum over all devices shows whether the weight is 0.
             whole = config.merged(acc)
             step = functools.partial(self._step_unless_dropped, whole)
-            return self._choose(has_weight(whole), step, stay)
+            return choices.branch(has_weight(whole), step, stay, self.static)
 
         if config.axes:
-            results = self._choose(closes, merge_and_step, stay)
+            results = choices.branch(closes, merge_and_step, stay, self.static)
         else:
             steps = choices.both(closes, has_weight(acc))
             step = functools.partial(self._step_unless_dropped, acc)
-            results = self._choose(steps, step, stay)
+            results = choices.branch(steps, step, stay, self.static)
         out, emitted, changed = results
         (total, arg_totals), weight, count = config.store(acc)
         if self._reused:
@@ -236,10 +235,6 @@ class MicroStep:
         )
         skipped = closes & ~emitted
         return out, state.counting(emitted=emitted, skipped_windows=skipped, **events)
-
-    @property
-    def _choose(self) -> Callable[..., _Results]:
-        return functools.partial(choices.branch, run_both=self.static)
 
     @functools.cached_property
     def _reused(self) -> list[bool]:
@@ -277,7 +272,7 @@ class MicroStep:
         drop, drop_state = self._decide("drop_state", acc.total[0])
         step = functools.partial(self._step, acc, drop_state=drop_state)
         stay = functools.partial(self._without_step, acc, drop_state=drop_state)
-        return self._choose(~drop, step, stay)
+        return choices.branch(~drop, step, stay, self.static)
 
     def _step(self, acc: WindowSum, **changed: Any) -> _Results:
         """Runs the inner optimizer."""
@@ -408,13 +403,11 @@ class MicroStep:
         try:
             _ = self.update_types
         except Exception as error:
-            for params in self.grads, optax.LookaheadParams.init_synced(self.grads):
-                try:
-                    _ = dataclasses.replace(self, params=params).update_types
-                except Exception:
-                    continue
-                raise ValueError(_NO_PARAMS) from error
-            raise  # the optimizer fails for another reason
+            try:
+                _ = dataclasses.replace(self, params=self.grads).update_types
+            except Exception:  # the optimizer fails for another reason
+                raise error from None
+            raise ValueError(_NO_PARAMS) from error
 
 
 def _check_varying(axes: set[str], grads: Any, params: Any, extra_args: Any) -> None:

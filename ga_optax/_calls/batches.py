@@ -14,7 +14,6 @@ from .. import _checks
 from .._checks import divisors, is_raw_key, is_single, named_leaves, one_of, uneven
 from .._devices import meshes
 from .._passes import jaxprs
-from .._passes.places import note_batch
 from .._text import warn_once
 from .options import NAMES, Argument
 
@@ -115,8 +114,6 @@ def checked_split(call: Call, hint: bool) -> Call:
         _warn_of_rows(call, rows, came)
         is_split = lambda x, _: not is_raw_key(x) or np.shape(x)[0] == rows  # noqa: E731
         call = _split_where(call, is_split)
-    if hint and call.options.argnums != ():
-        note_batch(rows * (call.devices.number if call.devices.bound else 1))
     devices, kind = _num_splits(call)
     part, rest = divmod(rows, devices)
     if rest:

@@ -454,14 +454,17 @@ def num_bytes(type_: str) -> int:
 def group_members(groups: str) -> list[list[int]] | None:
     """The devices of each group, from any of the three forms that XLA prints.
 
-    `[]` if all devices are one group; None if the form is unknown.
+    `[]` if all devices are one group; None if the form is unknown, or has a part of an
+    axis, as in `mesh['a'=8] {'a':(2)4}`.
     """
     if groups in ("", "{}"):
         return []
     if groups.startswith("{"):
         return [_ints(group) for group in re.findall(r"\{([^{}]*)\}", groups)]
-    if groups.startswith("mesh"):
-        return _along_mesh(groups)
+    if mesh := re.fullmatch(r"mesh\[(.*)\]\s*\{(('[^']*',?)*)\}", groups):
+        sizes = re.findall(r"'([^']*)'\s*=\s*(\d+)", mesh[1])
+        axes = re.findall(r"'([^']*)'", mesh[2])
+        return groups_over({name: int(size) for name, size in sizes}, axes)
     iota = re.fullmatch(r"\[([\d,]*)\]<=\[([\d,]*)\](?:T\(([\d,]*)\))?", groups)
     if iota is None:
         return None
@@ -472,39 +475,13 @@ def group_members(groups: str) -> list[list[int]] | None:
     return ids.reshape(shape).tolist()
 
 
-def _along_mesh(groups: str) -> list[list[int]] | None:
-    """The devices of each group of `mesh['a'=4,'b'=8] {'a','b':(2)4}`.
-
-    `'b':(2)4` is the part of the axis with 4 elements after a part with 2.
-    """
-    mesh, _, over = groups.partition("]")
-    sizes = {x: int(n) for x, n in re.findall(r"'([^']*)'\s*=\s*(\d+)", mesh)}
-    parts = [
-        (name, int(before or 1), int(size or sizes[name]))
-        for name, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", over)
-    ]
-    return groups_over(sizes, parts)
-
-
-def groups_over(
-    sizes: dict[str, int], parts: Sequence[tuple[str, int, int]]
-) -> list[list[int]]:
-    """The groups of devices along parts of the axes of a mesh.
-
-    Args:
-      sizes: the sizes of the mesh's axes by name, outermost first.
-      parts: for each part, the name of the axis, the number of elements of the axis
-        before the part, and the number of elements of the part.
-    """
-    names, shape = list(sizes), list(sizes.values())
-    devices = np.arange(math.prod(shape))
-    first = devices  # the first device of each device's group
-    for name, before, size in parts:
-        outside = math.prod(shape[: names.index(name)]) * before
-        inside = len(devices) // (outside * size)
-        first = first - devices // inside % size * inside
-    number = math.prod(size for _, _, size in parts)
-    return np.argsort(first, kind="stable").reshape(-1, number).tolist()
+def groups_over(sizes: dict[str, int], axes: Sequence[str]) -> list[list[int]]:
+    """The groups of devices along axes of a mesh, whose sizes are outermost first."""
+    shape, names = list(sizes.values()), list(sizes)
+    last = [names.index(name) for name in axes]
+    devices = np.arange(math.prod(shape)).reshape(shape)
+    devices = np.moveaxis(devices, last, range(-len(last), 0))
+    return devices.reshape(-1, math.prod(shape[i] for i in last)).tolist()
 
 
 def axes_of(groups: str, mesh: Mesh | AbstractMesh | None) -> tuple[str, ...] | None:
@@ -519,8 +496,7 @@ def axes_of(groups: str, mesh: Mesh | AbstractMesh | None) -> tuple[str, ...] | 
     target = set(map(frozenset, members))
     for number in range(len(wide) + 1):
         for axes in itertools.combinations(wide, number):
-            parts = [(name, 1, sizes[name]) for name in axes]
-            if set(map(frozenset, groups_over(sizes, parts))) == target:
+            if set(map(frozenset, groups_over(sizes, axes))) == target:
                 return axes
     return None
 

@@ -8,7 +8,6 @@ The search; bytes in words; compilers of machines that this process does not hav
 import contextlib
 import dataclasses
 import functools
-import inspect
 import itertools
 import math
 import numbers
@@ -180,9 +179,13 @@ def plan(
       NothingFitsError: if nothing fits: a `ValueError` that says how much memory the
         smallest candidate needs.
       ValueError: if an argument is invalid, or if no candidate compiles.
-      TypeError: if an argument, or the result of `make_step`, has the wrong type.
+      TypeError: if an argument has the wrong type.
     """
-    _check_make_step(make_step)
+    todo = (
+        "Pass the function that builds your jitted step: "
+        "lambda k: jax.jit(ga_optax.value_and_grad(loss, k)), for example."
+    )
+    _checks.check_callable("make_step", make_step, "of num_microbatches", todo)
     todo = "Pass the number of examples in one step."
     batch_size = _checks.check_int("batch_size", batch_size, todo)
     machine: Any = None if target is None else find_machine(target)
@@ -192,31 +195,13 @@ def plan(
     choices = _check_candidates(candidates, batch_size)
     on_machine = machine.arguments if machine else contextlib.nullcontext
     with on_machine(args) as args:
-        search = _Search(make_step, args, limit, batch_size)
+        search = _Search(make_step, args, limit)
         answer = search.smallest_that_fits(choices)
     compiled = tuple(search.compiled[k] for k in sorted(search.compiled))
     untried = tuple(k for k in choices if k not in search.compiled)
     if answer is None:
         search.nothing_fits(_page(compiled, untried, batch_size, "Nothing fits."))
     return Plan(answer, batch_size, limit, compiled, untried)
-
-
-def _check_make_step(make_step: Any) -> None:
-    """Raises unless `make_step` can be called with a number of micro-batches alone."""
-    todo = (
-        "Pass the function that builds your jitted step: "
-        "lambda k: jax.jit(ga_optax.value_and_grad(loss, k)), for example."
-    )
-    _checks.check_callable("make_step", make_step, "of num_microbatches", todo)
-    with contextlib.suppress(ValueError):  # a built-in function has no signature
-        signature = inspect.signature(make_step)
-        try:
-            signature.bind(1)
-        except TypeError:
-            raise TypeError(
-                f"make_step must take num_microbatches alone, but it takes {signature}."
-                f" {todo}"
-            ) from None
 
 
 def _is_too_large(candidate: Candidate) -> bool:
@@ -232,7 +217,6 @@ class _Search:
       make_step: a function of the number of micro-batches that returns a step.
       args: the arguments of the step.
       limit: the bytes of one device.
-      batch_size: examples in a batch.
       compiled: the compiled candidates, by the number of micro-batches.
       errors: the errors of the candidates that failed.
     """
@@ -240,7 +224,6 @@ class _Search:
     make_step: Callable[[int], Any]
     args: tuple[Any, ...]
     limit: int
-    batch_size: int
     compiled: dict[int, Candidate] = dataclasses.field(default_factory=dict)
     errors: list[Exception] = dataclasses.field(default_factory=list)
 
@@ -275,7 +258,8 @@ class _Search:
             raise ValueError(
                 f"At least one candidate must compile, but all {len(self.compiled)} "
                 f"failed; num_microbatches={k} with {f'{failed.error}'.rstrip('.')}. "
-                f"To see the error, call make_step({k}).lower(*args)."
+                "make_step must return a jitted function of the other arguments. To "
+                f"see the error, call make_step({k}).lower(*args)."
             ) from self.errors[0]
         raise NothingFitsError(
             f"The step must fit into {bytes_in_words(self.limit)}, but {cause}. Allow "
@@ -288,48 +272,26 @@ class _Search:
         say = functools.partial(print, file=sys.stderr, flush=True)
         say(f"plan: num_microbatches={k}: compiling ...", end="")
         start = time.perf_counter()
-        step = compiled = failure = None
-        fits = False
-        with places.recordings() as lines, places.seen_batches() as batches:
+        with places.recordings() as lines:
             try:
-                step = self.make_step(k)
-                lower = getattr(step, "lower", None)
-                compiled = lower and lower(*self.args).compile()
+                compiled = self.make_step(k).lower(*self.args).compile()
             except Exception as error:  # from the user's code or the compiler: reported
-                failure = error
-        self._check_batch_size(batches)
-        if failure is not None:
-            self.errors.append(failure)
-            message = (
-                f"{type(failure).__name__}: {str(failure).strip() or 'no message'}"
-            )
-            candidate = Candidate(k, error=message.splitlines()[0])
-            outcome = f"failed: {candidate.error}"
-        elif compiled is None:
-            raise TypeError(
-                f"make_step must return a jitted function, but num_microbatches={k} "
-                f"gave a {type(step).__name__}, which has no `lower`. Return "
-                "jax.jit(step)."
-            )
-        else:
-            candidate = _candidate(k, compiled, tuple(lines))
-            need = candidate.bytes or 0
-            fits = need <= self.limit
-            outcome = f"{bytes_in_words(need)}, {'fits' if fits else 'does not fit'}"
+                self.errors.append(error)
+                message = (
+                    f"{type(error).__name__}: {str(error).strip() or 'no message'}"
+                )
+                candidate = Candidate(k, error=message.splitlines()[0])
+                outcome = f"failed: {candidate.error}"
+            else:
+                candidate = _candidate(k, compiled, tuple(lines))
+                need = candidate.bytes or 0
+                candidate = dataclasses.replace(candidate, fits=need <= self.limit)
+                fits = "fits" if candidate.fits else "does not fit"
+                outcome = f"{bytes_in_words(need)}, {fits}"
         seconds = time.perf_counter() - start
         say(f" {outcome} ({seconds:.1f} s)")
-        self.compiled[k] = dataclasses.replace(candidate, fits=fits, seconds=seconds)
+        self.compiled[k] = dataclasses.replace(candidate, seconds=seconds)
         return self.compiled[k]
-
-    def _check_batch_size(self, batches: Sequence[int]) -> None:
-        """Raises if `value_and_grad` got batches of other numbers of rows alone."""
-        pairs = [sorted((self.batch_size, rows)) for rows in batches]
-        if batches and all(many % few for few, many in pairs):
-            raise ValueError(
-                "batch_size must be the number of rows of the step's batch, but it is "
-                f"{self.batch_size}, and value_and_grad got a batch of {batches[0]}. "
-                "Pass that number, or other arguments."
-            )
 
 
 def _candidate(k: int, compiled: Any, notes: tuple[str, ...]) -> Candidate:

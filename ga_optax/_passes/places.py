@@ -245,20 +245,6 @@ def recordings() -> contextlib.AbstractContextManager[list[str]]:
     return listed(_notes)
 
 
-_batches: contextvars.ContextVar[list[int]] = contextvars.ContextVar("_batches")
-
-
-def seen_batches() -> contextlib.AbstractContextManager[list[int]]:
-    """The list of the rows of each batch whose gradient is traced in the context."""
-    return listed(_batches)
-
-
-def note_batch(rows: Any) -> None:
-    """Adds a number of rows to `seen_batches`, unless `jax.export` leaves it open."""
-    if isinstance(rows, int):
-        _batches.get([]).append(rows)
-
-
 def left_alone(equation: core.JaxprEqn, why: str) -> None:
     """Notes that the current pass does not change an equation, and why."""
     _unchanged.get([]).append((why, line_of(equation.source_info)))

@@ -428,11 +428,7 @@ def _host_number(weight: ArrayLike | None) -> float | None:
 
 
 def _checked_weight(weight: ArrayLike | None) -> jax.Array | None:
-    if weight is None:
-        return None
-    if isinstance(weight, jax.Array):
-        # Checks the type alone: reading the value would wait for the device.
-        jax.eval_shape(_checks.check_weight, weight)
-        return weight
+    if weight is None or isinstance(weight, jax.Array):
+        return weight  # the kernel checks the type; reading the value would wait
     with jax.transfer_guard_host_to_device("allow"):  # this one number
         return _checks.check_weight(weight)

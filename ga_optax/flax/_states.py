@@ -13,7 +13,6 @@ from flax.linen import fp8_ops
 from flax.training import train_state
 from jax.typing import ArrayLike
 
-from .. import _text
 from .._across import multi_steps
 from .._across.config import check_optimizer
 from .._across.state import MultiStepsState, stats
@@ -159,15 +158,6 @@ class Optimizer(nnx.Optimizer[M]):
         check_optimizer("tx", tx, "The order is Optimizer(model, tx, wrt=nnx.Param).")
         super().__init__(model, tx, wrt=wrt, **kwargs)
         _check_accumulator(nnx.as_pure(self.opt_state))
-
-    def __repr__(self) -> str:
-        pure = nnx.as_pure(self.opt_state)
-        fields = {"step": self.step[...], "opt_state": pure}
-        text = _text.repr_of(type(self).__name__, fields)
-        windows = nodes_of(MultiStepsState, pure).values()
-        return "\n".join([text, *map(repr, windows)])
-
-    __str__ = __repr__
 
     @property
     def optimizer_steps(self) -> jax.Array:

@@ -262,10 +262,6 @@ def plan(make=lambda k: jax.jit(untraced), **options):
     ga.plan(make, **({"batch_size": 64, "memory_limit": 1} | options))
 
 
-def make_step(k):
-    return jax.jit(ga.value_and_grad(loss, k))
-
-
 def sharded(rows=64, k=4, n=8, name="data", frozen=False, **options):
     """A call on a mesh of n devices; frozen parameters may stand before the batch."""
     data_axis = ga.DataAxis(name, mesh=mesh_of(n), **options)
@@ -328,11 +324,8 @@ plan(candidates=[1, 3]) -> V but 3 does not. | Choose from 1, 2, 4
 plan(candidates=[0]) -> V candidate must be at least 1 | it is 0
 plan(candidates=4) -> T a sequence of ints, but it is 4. | Choose from 1, 2
 plan(3) -> T make_step must be a function | it is 3
-plan(jax.jit(loss)) -> T take num_microbatches alone | lambda k: jax.jit(
-plan(loss) -> T take num_microbatches alone | (w, x) | lambda k: jax.jit(
-plan(lambda k: len) -> T no `lower`. | Return jax.jit
-ga.plan(make_step, W, X, batch_size=12, memory_limit=1 << 30)
-  -> V batch_size must be | it is 12, and | a batch of 8. | that number
+plan(loss) -> V loss() missing 1 required | call make_step(1)
+plan(lambda k: len) -> V no attribute 'lower'. make_step must return a jitted
 """
 OF_CPUS = """
 plan(memory_limit=None) -> V memory_limit must be given | "16GiB"
@@ -496,8 +489,6 @@ made(should_skip_update_fn=True) -> T should_skip_update_fn must be a function
 made(should_drop_window_fn=True) -> T should_drop_window_fn must be a function
 skips((jnp.ones(2, bool), ())) -> V boolean scalar | but one returned (Array([ True
 skips(jnp.array(True)) -> V the pair
-made(should_skip_update_fn=ga.drop_window_if_not_finite)
-  -> V Pass should_drop_window_fn=ga_optax.drop_
 made(accumulator_dtype=jnp.int32) -> T floating dtype
 started(accumulator_dtype={"dense": {"bias": None}})
   -> V The dtype must be one for all leaves, or a prefix | Take the containers
@@ -553,7 +544,6 @@ flush(CHAIN) -> T flush needs tx
 update(state=SGD.init(DENSE)) -> T must be of type MultiStepsState
 update(state={"mini_step": 1}) -> T of type MultiStepsState | without a target
 ga.apply_gradients(TX, GRADS, DENSE, STATE) -> T swapped? | grads, state, params
-ga.apply_gradients(SGD, SGD.init(DENSE), GRADS, DENSE) -> T swapped? | grads, state, par
 TX.update(GRADS, DENSE, STATE) -> T swapped? | grads, state, params
 ga.apply_gradients(GRADS, TX, STATE, DENSE) -> T must be an | The order is apply
 ga.apply_gradients(STATE, GRADS, TX, DENSE)

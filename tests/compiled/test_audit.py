@@ -293,8 +293,7 @@ def test_data_that_moves_is_said_to_move():
         ("[1,8]<=[8]", ("data", "model")),
         ("mesh['data'=4,'model'=2] {'data'}", ("data",)),
         ("mesh['axis_0'=4,'axis_1'=2] {'axis_1'}", ("model",)),
-        ("mesh['all'=8] {'all':(4)2}", ("model",)),
-        ("mesh['all'=8] {'all':(1)4}", ("data",)),
+        ("mesh['axis_0'=4,'axis_1'=2] {'axis_0','axis_1'}", ("data", "model")),
         ("mesh['all'=8] {'all':(2)2}", None),  # a part of an axis
         ("{}", ("data", "model")),
         ("{{0,3},{1,2},{4,7},{5,6}}", None),
