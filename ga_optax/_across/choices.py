@@ -136,7 +136,13 @@ def drop_window_if_not_finite(
 
 
 def check_decisions(skip: Any, drop: Any) -> None:
-    """Raises unless each is a function, or None."""
+    """Raises unless `skip` decides on micro-steps, and `drop` on windows."""
+    if skip is drop_window_if_not_finite:
+        raise ValueError(
+            "should_skip_update_fn must decide on one micro-step, but it is "
+            "drop_window_if_not_finite, which decides on a window. Pass "
+            "should_drop_window_fn=ga_optax.drop_window_if_not_finite."
+        )
     signature = "(updates, step, params) -> (skip, skip_state)"
     for name, fn, example in (
         ("should_skip_update_fn", skip, "optax.skip_not_finite"),

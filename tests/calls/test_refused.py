@@ -489,6 +489,8 @@ made(should_skip_update_fn=True) -> T should_skip_update_fn must be a function
 made(should_drop_window_fn=True) -> T should_drop_window_fn must be a function
 skips((jnp.ones(2, bool), ())) -> V boolean scalar | but one returned (Array([ True
 skips(jnp.array(True)) -> V the pair
+made(should_skip_update_fn=ga.drop_window_if_not_finite)
+  -> V Pass should_drop_window_fn=ga_optax.drop_
 made(accumulator_dtype=jnp.int32) -> T floating dtype
 started(accumulator_dtype={"dense": {"bias": None}})
   -> V The dtype must be one for all leaves, or a prefix | Take the containers
