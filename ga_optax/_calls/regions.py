@@ -155,55 +155,37 @@ def errors_explained(call: Call) -> Iterator[None]:
                 error.add_note(todo)
         names = [name for name in call.devices.bound if f"'{name}'" in text]
         if names and "manual" in text.lower():
-            todo = _SHARDS if "constraint" in text else _CLOSES
-            todo = _MAPS if "shard_map" in text else todo
-            todo = _MESH if "mesh passed to shard_map" in text else todo
-            text = f"{todo.format(names[0])} JAX says: {error}"
+            text = f"{_TAKEN.format(names[0])} JAX says: {error}"
             raise ManualAxisError(text) from error
         raise
 
 
-_AS_ARGUMENT = "an argument without a role goes whole to every device."
+_CLOSES = (
+    "If fun closes over an array that lies on the mesh, pass it as an argument: one "
+    "without a role goes whole to every device."
+)
 
 _ADVICE = {
     "unbound axis name": "fun communicates over an axis that is not bound here. With "
     "value_and_grad fun needs no collectives: it sees all rows.",
-    "Closing over": "In terms of ga_optax: if fun closes over an array that lies on "
-    f"the mesh, pass it as an argument: {_AS_ARGUMENT}",
+    "Closing over": f"In terms of ga_optax: {_CLOSES}",
 }
 
 # The advice on what names a data axis that is bound: regions, shardings and arrays.
-_MAPS = (
-    'A jax.shard_map in fun over {!r} does not go with data_axis= and sync="last". '
-    'Pass sync="each", or no data_axis, and every micro-batch is reduced; or leave the '
-    "shard_map out: fun runs on one device of that axis already, with its rows."
-)
-
-_MESH = (
-    "A jax.shard_map in fun must not be over {!r}, since fun runs on one device of it, "
-    "with its rows. Here mesh= names it too, and rows of the region cannot be divided. "
-    "Leave mesh= out, in jax.set_mesh(mesh): then it is over the other axes. "
-    'Or pass sync="each", or no data_axis, and every micro-batch is reduced.'
+_TAKEN = (
+    'With data_axis= and sync="last" fun runs on one device of {0!r}, with its rows. '
+    "So a jax.shard_map in fun must not be over {0!r}: leave it out, or leave its "
+    "mesh= out, in jax.set_mesh(mesh), and it is over the other axes. A PartitionSpec "
+    "must not name {0!r}: take that out of it (in Flax out of the logical axis rules, "
+    "in Haliax out of the axis mapping; and in your own jax.shard_map pass "
+    "check_vma=False), or pass with_sharding_constraint a NamedSharding. "
+    + _CLOSES
+    + ' Or pass sync="each", or no data_axis, and every micro-batch is reduced.'
 )
 
 _CHECKED = (
     "With a jax.shard_map in fun, the one around it, over {!r}, must have "
     "check_vma=False: JAX does not compile the gradient of one in one that checks."
-)
-
-_SHARDS = (
-    "With a data_axis fun must not shard anything over it by a PartitionSpec, since it "
-    "sees the rows of one device, but it names {!r}. Pass with_sharding_constraint a "
-    "NamedSharding, out of which the data axis is taken, or a PartitionSpec of other "
-    "axes alone (in Flax, take the name out of the logical axis rules, in Haliax out "
-    "of the axis mapping). In your own jax.shard_map, pass check_vma=False, too. Or "
-    'pass sync="each", or no data_axis, and every micro-batch is reduced.'
-)
-
-_CLOSES = (
-    "With a data_axis fun must get arrays as arguments, since it runs on one device of "
-    "{!r}, but here it closes over an array that lies on the mesh. Pass the array: "
-    + _AS_ARGUMENT
 )
 
 
@@ -216,7 +198,7 @@ def check_no_region(call: Call, jaxpr: Any) -> None:
         specs = *e.params["in_specs"], *e.params["out_specs"]
         axes = {name for spec in specs for x in spec for name in meshes.names_in(x)}
         if both := axes.intersection(call.devices.bound):
-            raise ManualAxisError(_MAPS.format(min(both)))
+            raise ManualAxisError(_TAKEN.format(min(both)))
 
 
 def check_regions(call: Call, jaxpr: Any) -> None:
@@ -228,7 +210,7 @@ def check_regions(call: Call, jaxpr: Any) -> None:
     bound, context = call.devices.bound, jax.sharding.get_abstract_mesh()
     found = _regions(jaxpr) if bound else []
     if any(e.params["mesh"] != context for e in found):
-        raise ManualAxisError(_MESH.format(bound[0]))
+        raise ManualAxisError(_TAKEN.format(bound[0]))
     if found and call.devices.is_checked:  # what goes back has types of no region
         raise ManualAxisError(_CHECKED.format(bound[0]))
 

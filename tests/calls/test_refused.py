@@ -383,8 +383,8 @@ sharded(48, 1, 3, logical_devices=8)
 sharded(12, 1, 2, logical_devices=8) -> V 8 logical devices | (12, 16) | a batch of 8
 sharded(32, 3, 2, logical_devices=8) -> V each of the 8 logical devices, | Use 1, 2 or 4
 mapped(ga.value_and_grad)
-  -> V A jax.shard_map in fun over | Pass sync="each", or no | leave the shard_map out
-mapped(mean_of) -> V A jax.shard_map in fun over 'data' | Pass sync="each", or no
+  -> V jax.shard_map in fun must not be over 'data': leave it out | Or pass sync="each"
+mapped(mean_of) -> V jax.shard_map in fun must not be over 'data' | Or pass sync="each"
 carried(jax.random.key(0)) -> T With a data_axis | a PRNG key | it in rng_argnums
 ga.merge_across(jnp.ones(3), "data") -> T acc must be of type | pass the accumulator
 ga.merge_across("data", ga.accumulator.init(DENSE))
