@@ -138,11 +138,9 @@ def one_of(choices: Sequence[object]) -> str:
 
 def uneven(rows: int, k: int) -> str:
     """The advice to drop or to add rows if k does not divide those of a batch."""
-    rest, more = rows % k, -rows % k
-    last = "the last row" if rest == 1 else f"the last {rest} rows"
-    drop = f"Or drop {last}, or" if rest < rows else "Or"
+    drop = f"Or drop {rows % k} of the rows, or" if rows > k else "Or"
     return (
-        f"{drop} add {more} row{'s' * (more > 1)} that a mask leaves out of the loss: "
+        f"{drop} add {-rows % k}, which a mask leaves out of the loss: "
         "jnp.where(mask, loss_of_rows, 0).sum() / mask.sum()."
     )
 

@@ -120,7 +120,7 @@ W, BASE, batch={"x": ROWS}, k=5
   -> V argument 'batch' has 2,048 in all: is that the batch? Pass batch_argnames='batch'
 W, IMAGES, k=4
   -> V num_microbatches=4 must | leaf ['image'] has shape | Use 1, 2, 5 or 10. Or drop
-  | the last 2 rows, or add 2 rows that a mask leaves out
+  | 2 of the rows, or add 2, which a mask leaves out
 W, {"a": X, "id": "a"} -> T leaf ['id'] must be an | of type str | None in batch_axes
 W, {"x": X, "id": WORDS} -> T leaf ['id'][0] must be an | str | None in batch_axes
 W, [1.0] * 8 -> V must have a batch axis | [0] is a scalar | None in batch_axes
@@ -197,7 +197,7 @@ W, "abc" -> V hold arrays with rows | argument 1 is 'abc' | Pass the batch
 W, [1.0] * 8 -> V hold arrays with rows | argument 1 is [1.0, | Pass the batch
 W, {"t": W} -> V hold arrays with rows | is {'t': np.float32(2.0)} | Pass the batch
 W, {"table": np.ones(11), "x": X}, fun=lambda w, b: jnp.std(w * b["table"])
-  -> V num_microbatches=2 must divide | drop the last row, or | add 1 row that a mask
+  -> V num_microbatches=2 must divide | drop 1 of the rows, or add 1, which a mask
 accumulator_dtype=jnp.int32 -> T must be a | int32 | Use float32
 W, X, accumulator_dtype={"w": None}
   -> V accumulator_dtype must be one for all leaves, or a prefix | {'w': *}
@@ -216,10 +216,10 @@ W, SEQUENCE, k=4 -> V (1, 11). Use 1 or fewer. One example, or one sequence, has
 W, SEQUENCE, k=4, batch_axes=1, fun=shifted -> V =4 must divide | (1, 11) | rows meet at
   | Use 1 or 11. | If fun cuts labels off a sequence | inputs and labels in the data
 W, X[:7], fun=softmax, k=None, microbatch_size=4
-  -> V microbatch_size=4 must divide | Use 1 or 7. | drop the last 3 rows
+  -> V microbatch_size=4 must divide | Use 1 or 7. | drop 3 of the rows
 W, X[:7], fun=softmax, k=5 -> V num_microbatches=5 must divide | rows meet at | 1 or 7.
 W, X[:7], fun=lambda w, x: jnp.std(w * x), k=None, microbatch_size=2
-  -> V microbatch_size=2 must | shape (7,) | rows meet at | Use 1 or 7. | add 1 row
+  -> V microbatch_size=2 must | shape (7,) | rows meet at | Use 1 or 7. | add 1, which
 W, fun=lambda w: jnp.mean(X * w) -> V fun must take its batch: what it closes
 residual_bytes=-1 -> V residual_bytes must be a number of | it is -1 | Leave it out
 """
