@@ -184,18 +184,11 @@ def does_not_divide(call: Call, source: Any) -> DoesNotFitError:
     leaves = jax.tree.leaves(call.role("batch_argnums"))
     more = len([x for x in leaves if np.ndim(x)]) > len(call.batch)
     todo = f"; or, if that leaf has no rows, give {name} None in batch_axes"
-    cut = _CUT if any(call.split_axes) else ""
     return DoesNotFitError(
         f"{option}={k} must divide the batch axis if rows meet, but {came}"
         f"{where}.{or_else(call.question, 'Use')} "
-        f"{one_of(divisors(number))}{todo * more}. {uneven(number, k)}{cut}"
+        f"{one_of(divisors(number))}{todo * more}. {uneven(number, k)}"
     )
-
-
-_CUT = (
-    " If fun cuts labels off a sequence, as tokens[:, 1:], cut inputs and labels in "
-    "the data: all of their tokens are rows."
-)
 
 
 def check_options(call: Call, part: Partitioned) -> None:

@@ -214,7 +214,7 @@ W, X, k=9 -> V num_microbatches=9 must be at most the number of rows, but the on
   | of argument 1 has shape (8,). Use 8 or fewer.
 W, SEQUENCE, k=4 -> V (1, 11). Use 1 or fewer. One example, or one sequence, has no
 W, SEQUENCE, k=4, batch_axes=1, fun=shifted -> V =4 must divide | (1, 11) | rows meet at
-  | Use 1 or 11. | If fun cuts labels off a sequence | inputs and labels in the data
+  | Use 1 or 11.
 W, X[:7], fun=softmax, k=None, microbatch_size=4
   -> V microbatch_size=4 must divide | Use 1 or 7. | drop 3 of the rows
 W, X[:7], fun=softmax, k=5 -> V num_microbatches=5 must divide | rows meet at | 1 or 7.
