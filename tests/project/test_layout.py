@@ -206,17 +206,6 @@ def test_imports_are_relative_so_that_another_package_may_hold_this_one():
     assert absolute == []
 
 
-def test_imports_stand_at_the_top():
-    inside = [
-        (module, name)
-        for module, text in modules().items()
-        for name, node in functions(ast.parse(text))
-        for x in ast.walk(node)
-        if isinstance(x, ast.Import | ast.ImportFrom)
-    ]
-    assert inside == []
-
-
 def test_every_private_function_is_named_where_it_is_used():
     """One that a decorator registers is used by that."""
     words = collections.Counter(re.findall(r"\w+", "\n".join(modules().values())))
