@@ -12,7 +12,6 @@ from test_devices import WHOLE
 
 import ga_optax as ga
 from ga_optax import accumulator
-from ga_optax._loop import micro_step
 
 L, WIDTH, ROWS = 8, 8, 32
 
@@ -55,8 +54,6 @@ def test_sums_are_added_in_a_tree_whose_leaves_are_the_logical_devices(size, dty
         fun = mean_of(lambda params, x: jnp.mean(x @ params), 1, **options)
         _, got = ran(fun, mesh, params, batch)
         np.testing.assert_array_equal(got, expected)
-    one_by_one = np.float32(np.add.accumulate(batch.astype(dtype))[-1]) / L
-    assert np.any(one_by_one != expected)
 
 
 @pytest.mark.quick
@@ -85,9 +82,6 @@ def test_extremes_are_those_of_all_logical_devices(n):
     )
     (_, found), _ = ran(fun, mesh, jnp.float32(1), batch)
     np.testing.assert_array_equal(found, (batch.max(0), batch.min(0)))
-    last = batch[-ROWS // L :]  # the twin
-    assert (last.max(0) < batch.max(0)).any()
-    assert (last.min(0) > batch.min(0)).any()
 
 
 @pytest.mark.grid(2)
@@ -122,16 +116,11 @@ def twice(params, x):
 
 
 @pytest.mark.slow
-def test_a_loop_over_logical_devices_is_not_compiled_as_one_function(monkeypatch):
+def test_a_loop_over_logical_devices_is_not_compiled_as_one_function():
     """XLA does that if the loop holds nothing that such functions do not support."""
     (first, _), (second, text) = (compiled(twice, n, 3, 3) for n in (L, 4))
     assert first == second
     assert "xla_cpu_small_call" not in text
-    monkeypatch.setattr(micro_step, "next_count", accumulator.increment)
-    (first, _), (second, text) = (compiled(twice, n, 3, 3) for n in (L, 4))
-    assert "xla_cpu_small_call" in text  # the twin
-    if jax.__version_info__ >= (0, 11):  # before, these have the same bits by chance
-        assert first != second
 
 
 def _never(*args):
