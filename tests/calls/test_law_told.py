@@ -144,11 +144,6 @@ def noisy(params, keys, batch):
 
 BETWEEN = {
     "frozen model": (adapted, LORA, PARAMS),
-    "frozen model, of three layers": (
-        adapted,
-        {name: x[:3] for name, x in LORA.items()},
-        PARAMS | {"layers": PARAMS["layers"][:3]},
-    ),
     "teacher": (towards, PARAMS, PARAMS),
     "state of an optimizer": (with_state, PARAMS, optax.adam(0.1).init(PARAMS)),
     "key": (noisy, PARAMS, KEYS["a"]),

@@ -2,7 +2,6 @@
 
 import functools
 import re
-import types
 
 import jax
 import jax.numpy as jnp
@@ -161,16 +160,6 @@ def test_it_takes_the_memory_of_micro_batches_by_themselves(name):
     if name in ("callback", "custom_call"):  # the twin: without a promise
         found = ga.batch_dependencies(fun, K)(*args)
         assert (bool(found.whole), found.promised) == (True, [])
-
-
-def test_what_an_object_holds_is_closed_over_too():
-    def fun(w, x, promise=as_it_is):
-        held = types.SimpleNamespace(scale=2 * w)
-        return ends(promise(lambda h: jnp.tanh(h * held.scale))(x))
-
-    args = normal(4), normal(8, 4)
-    step = ga.value_and_grad(functools.partial(fun, promise=ga.rowwise), K)
-    assert off(jax.jit(step)(*args), jax.value_and_grad(fun)(*args)) < BOUND
 
 
 @FAST

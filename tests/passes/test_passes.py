@@ -351,19 +351,6 @@ def test_without_a_registration_nothing_is_added_in_place(monkeypatch):
     assert_trees_bitwise_equal(got, expected)
 
 
-def test_nothing_is_registered_at_import():
-    code = (
-        "import ga_optax\n"
-        "from ga_optax._loop import in_place\n"
-        "from ga_optax._passes import equation, rowwise\n"
-        "assert equation._divided_primitive.cache_info().currsize == 0\n"
-        "assert rowwise._primitive.cache_info().currsize == 0\n"
-        "assert in_place._primitive.cache_info().currsize == 0\n"
-    )
-    run = helpers.python("-c", code)
-    assert run.returncode == 0, run.stderr
-
-
 # Parameters of what no example of the table has: regions, kernels, partitions, products
 # of groups; our own primitives; and what a part of a partition is called.
 NOT_ASKED = """all_gather_dimension along check_vma compiler_params cost_estimate
