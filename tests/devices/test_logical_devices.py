@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import bits, mean_of, mesh_of, normal, put, squares
+from helpers import bits, mean_of, mesh_of, normal, put
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from test_devices import WHOLE
@@ -24,16 +24,6 @@ def ran(fun, mesh, *args, spec=WHOLE, axes="data"):
     """A compiled call of parameters and a batch that lie on a mesh."""
     *whole, batch = args
     return jax.jit(fun)(*put(whole, mesh, spec), put(batch, mesh, P(axes)))
-
-
-def test_without_logical_devices_the_bits_depend_on_the_devices():
-    """The twin: as many micro-batches of the same rows, and other sums."""
-    args, results = (normal(WIDTH, WIDTH, seed=7), normal(ROWS, WIDTH, seed=8)), []
-    for n, k in ((8, 1), (4, 2)):
-        mesh = mesh_of(n)
-        fun = mean_of(squares, k, data_axis=ga.DataAxis("data", mesh=mesh))
-        results.append(bits(ran(fun, mesh, *args)))
-    assert results[0] != results[1]
 
 
 def tree_sum(terms):
