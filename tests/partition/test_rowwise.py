@@ -213,10 +213,6 @@ UNDER = {
         lambda x, w: jax.checkpoint(f)(x, w).sum(), (0, 1)
     ),
     "jvp": lambda f: lambda x, w: jax.jvp(f, (x, w), (jnp.cos(x), jnp.sin(w))),
-    "hessian": lambda f: jax.hessian(lambda x, w: f(x, w).sum(), 1),
-    "gradients of rows": lambda f: jax.vmap(
-        jax.grad(lambda x, w: f(x[None], w).sum(), 1), (0, None)
-    ),
     "scan": lambda f: lambda x, w: jax.lax.scan(lambda h, _: (f(h, w), h), x, length=3),
     "shard_map": lambda f: jax.shard_map(
         f, mesh=mesh_of(2), in_specs=(P("data"), P()), out_specs=P("data")
