@@ -152,10 +152,8 @@ def injected(rate, k=2):
         # What counts steps is not.
         (optax.chain(ga.MultiSteps(optax.chain(ADAM, BY_HALVES), 2), SGD), None),
         (optax.chain(ga.MultiSteps(SGD, 1), BY_HALVES), None),
-        (injected(1.0), None),
         (injected(HALVING, k=1), None),
         (optax.partition({"one": TWO, "other": ADAM}, BY_LEAF), None),
-        (optax.GradientTransformation(*TWO), None),
         (ADAM, None),
     ],
 )

@@ -335,7 +335,6 @@ READERS = {  # of a parameter, with the dtype of the parameter on the network
     "by two casts": (lambda w, x: x @ _low(w) @ _low(w), "f32"),
     "in each layer": (lambda w, x: _thrice(lambda h, _: h @ _low(w), x), "f32"),
     "as it is, too": (lambda w, x: x @ _low(w) + _low(jnp.sum(w)), "f32"),
-    "in two dtypes": (lambda w, x: x @ _low(w) @ _low(w.astype(jnp.float16)), "f32"),
     "in 8 bits": (lambda w, x: x @ _low(w.astype(jnp.float8_e5m2)), "f32"),
 }
 
