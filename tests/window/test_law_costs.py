@@ -1,5 +1,6 @@
 """What any loss costs: passes, counted in the program, and bytes that XLA takes."""
 
+import contextlib
 import functools
 import math
 import re
@@ -23,6 +24,7 @@ from helpers import (
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
+from ga_optax._partition import reductions, rules
 from ga_optax._passes import alive, jaxprs
 from ga_optax._window import room, run
 
@@ -206,7 +208,9 @@ def hard_negatives(p, b, mask="a mask", joined=True):
 @pytest.mark.cpu
 @pytest.mark.parametrize("mask", ["a mask", "updates"])
 @pytest.mark.parametrize("joined", [False, True])
-def test_pairs_are_split_by_rows_where_other_rows_of_them_are_wanted(mask, joined):
+def test_pairs_are_split_by_rows_where_other_rows_of_them_are_wanted(
+    mask, joined, monkeypatch
+):
     """Of a product of rows with more rows, fewer are gathered if columns split it."""
     fun = functools.partial(hard_negatives, mask=mask, joined=joined)
     n, k, mesh = 512, 4, mesh_of(8)
@@ -223,6 +227,14 @@ def test_pairs_are_split_by_rows_where_other_rows_of_them_are_wanted(mask, joine
     assert ours <= on_one + 1024  # and a collective's copies of a few numbers
     # Each number has at most 1,028 terms, whose errors are half a rounding each.
     assert apart(step, jax.value_and_grad(fun), *args) < 1e-4
+    # The twin: all pairs are gathered; where all rows at once take less, they run.
+    monkeypatch.setattr(reductions, "turned_to", lambda *_: None)
+    turned = rules.RULES._replace(turned=lambda *_: None)
+    monkeypatch.setattr(rules, "RULES", turned)
+    step = ga.value_and_grad(fun, k, data_axis=ga.DataAxis("data", mesh=mesh))
+    says = "the undivided batch takes less"
+    with pytest.warns(UserWarning, match=says) if joined else contextlib.nullcontext():
+        assert temporaries(jax.jit(step), *args) > 2 * ours
 
 
 def causal(w, x):
