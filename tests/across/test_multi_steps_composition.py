@@ -28,9 +28,6 @@ COMBINATORS = {
         ("clip", optax.clip(100.0)), ("accumulate", tx)
     ),
     "partition": lambda tx: optax.partition({"all": tx}, {"w": "all", "b": "all"}),
-    "multi_transform": lambda tx: optax.multi_transform(
-        {"all": tx, "none": optax.set_to_zero()}, {"w": "all", "b": "all"}
-    ),
     "masked": lambda tx: optax.masked(tx, dict.fromkeys(PARAMS, True)),
     "inject_hyperparams": lambda tx: optax.inject_hyperparams(
         lambda scale: optax.chain(tx, optax.scale(scale))
@@ -151,16 +148,12 @@ def injected(rate, k=2):
         (optax.named_chain(("a", TWO), ("b", ADAM)), r"\['b'\]\[0\].co"),
         (injected(HALVING), r"hyperparams_states\['rate'\].count"),
         (optax.MultiSteps(TWO, 2), ".mini_step"),
-        (optax.contrib.sam(TWO, SGD), ".steps_since_sync"),
         (optax.contrib.schedule_free(TWO, 1.0), ".step_count"),
-        (optax.conditionally_mask(TWO, lambda step: step < 4), r"\.step."),
         # What counts steps is not.
         (optax.chain(ga.MultiSteps(optax.chain(ADAM, BY_HALVES), 2), SGD), None),
         (optax.chain(ga.MultiSteps(SGD, 1), BY_HALVES), None),
-        (injected(1.0), None),
         (injected(HALVING, k=1), None),
         (optax.partition({"one": TWO, "other": ADAM}, BY_LEAF), None),
-        (optax.GradientTransformation(*TWO), None),
         (ADAM, None),
     ],
 )

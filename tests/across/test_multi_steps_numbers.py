@@ -48,15 +48,8 @@ def test_what_the_optimizer_sees_is_within_the_derived_bound(dtype, weights):
     assert dtypes == (dtype, jnp.float32)
     exact = [np.asarray(g, np.float64) for g in grads]
     bound = oracle.sum_error_bound(grads, w, np.finfo(np.float32).eps / 2)
-
-    def off(weights):
-        mean = oracle.weighted_mean(exact, weights)
-        return (np.abs(state.inner_opt_state - mean) > bound).any()
-
-    assert not off(w)
-    # The twins: a micro-batch dropped, and the mean of means.
-    assert off([*w[:3], 0.0])
-    assert off([1.0] * 4 if weights else [1.0, 2.0, 1.0, 1.0])
+    mean = oracle.weighted_mean(exact, w)
+    assert (np.abs(state.inner_opt_state - mean) <= bound).all()
 
 
 @pytest.mark.grid(3)

@@ -68,10 +68,6 @@ def test_a_window_of_weight_0_has_value_and_gradients_0(optimize):
     assert np.isnan(mean_of(masked, 2)(params, none)[0])
 
 
-def half_rounded(w, x):
-    return jnp.mean(jax.lax.reduce_precision(x * w, 5, 10))
-
-
 @jax.custom_jvp
 def identity(x):
     return x
@@ -93,10 +89,9 @@ def ruled_in_a_loop(w, x):
     [
         (lambda w, x: jnp.mean(x * w.astype(jnp.float32)), jnp.float8_e4m3fn),
         (lambda w, x: jnp.mean(x * w).astype(jnp.bfloat16), jnp.float32),
-        (half_rounded, jnp.float32),
         (ruled_in_a_loop, jnp.float32),
     ],
-    ids=["float8", "bfloat16 loss", "reduce_precision", "custom_jvp in a scan"],
+    ids=["float8", "bfloat16 loss", "custom_jvp in a scan"],
 )
 def test_weights_that_count_tokens_do_not_overflow_what_is_narrow(fun, dtype):
     weighted = mean_of(fun, 4, weight_fn=lambda x: jnp.float32(2.0**20))
@@ -207,9 +202,6 @@ def test_statistics_thread_through_micro_batches_in_order():
         _, ((expected,), _) = one(w, expected, part)
     assert_same_bits(threaded(x), expected)
     assert int(expected["steps"]) == 4
-    # The twin: in another order they differ.
-    reverse = threaded(x[::-1].copy())
-    assert helpers.off(reverse["mean"], expected["mean"]) > 1e-3
 
 
 def with_aux(w, x):
@@ -316,9 +308,6 @@ def test_the_weight_of_the_aux_is_that_of_the_batch_bit_for_bit():
     options["weight_fn"] = of_aux
     _, mean = in_calls(token_losses, w, batch, [2, 2], **options)
     assert_same_bits(mean, expected[1])
-    # The twin: without weights it is another gradient.
-    del options["weight_fn"]
-    assert np.any(np.asarray(run(None, roots=1)[1]) != np.asarray(expected[1]))
 
 
 @pytest.mark.slow

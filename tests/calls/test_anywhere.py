@@ -344,8 +344,6 @@ def test_on_devices_pieces_are_of_the_rows_of_one_device():
         (64, {"k": 8}, (8, 2)),
         (48, {"k": 8}, (6, 2)),  # 8 does not divide 12
         (28, {"k": 4}, (1, 7)),
-        (28, {"k": 14}, (7, 1)),
-        (64, {"k": None, "microbatch_size": 8}, (2, 8)),
         (48, {"k": None, "microbatch_size": 8}, (2, 6)),
     ],
 )

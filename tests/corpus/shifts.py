@@ -3,90 +3,44 @@
     S = Σ f · exp(a - g),  a = t · x       loss = Σ log S, Σ S, or Σ f · log_softmax(a)
 
 The exponents are whole and even numbers, which any dtype has and subtracts exactly. So
-what is left are the roundings of `exp`, of factors and of sums. The oracle is NumPy's,
-with the exponents of an 80-bit number.
+what is left are the roundings of `exp`, of factors and of sums. In float64 nothing
+overflows, so that the same program is the oracle.
 """
 
-import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-DTYPES = jnp.float32, jnp.bfloat16, jnp.float64
+DTYPES = jnp.float32, jnp.bfloat16
 N, C = 8, 3
 
 # By name, a shift of the rows: of all of them, and of those that a mask keeps.
 SHIFTS = {
-    "max": lambda a, kept, xp: a.max(0),
-    "max, kept": lambda a, kept, xp: kept.max(0),
-    "guarded": lambda a, kept, xp: xp.where(xp.isfinite(kept.max(0)), kept.max(0), 0),
-    "of all": lambda a, kept, xp: a.max(),
-    "no less than 0": lambda a, kept, xp: xp.maximum(a.max(0), 0),
-    "no more than 0": lambda a, kept, xp: xp.minimum(a.max(0), 0),
-    "half": lambda a, kept, xp: (a.max(0) + a.min(0)) / 2,
-    "another column": lambda a, kept, xp: a.max(0)[::-1],
-    "min": lambda a, kept, xp: a.min(0),
+    "max": lambda a, kept: a.max(0),
+    "max, kept": lambda a, kept: kept.max(0),
+    "guarded": lambda a, kept: jnp.where(jnp.isfinite(kept.max(0)), kept.max(0), 0),
+    "of all": lambda a, kept: a.max(),
+    "no less than 0": lambda a, kept: jnp.maximum(a.max(0), 0),
+    "no more than 0": lambda a, kept: jnp.minimum(a.max(0), 0),
+    "half": lambda a, kept: (a.max(0) + a.min(0)) / 2,
+    "another column": lambda a, kept: a.max(0)[::-1],
+    "min": lambda a, kept: a.min(0),
 }
 FACTORS = "none", "near 1", "a mask", "any size", "large", "of columns"
 MASKS = "none", "after exp", "before exp"
 LOSSES = "log", "sum", "log_softmax"
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A loss of a number `t` and a batch: exponents, factors and a mask."""
-
-    shift: str
-    masks: str
-    stops: bool
-    has_factors: bool
-    loss: str
-    batch: tuple[jax.Array, jax.Array, jax.Array]
-
-    def value(self, t, batch):
-        x, f, mask = batch
-        a = kept = t * x
-        if self.masks != "none":
-            kept = jnp.where(mask, a, -jnp.inf)
-        g = SHIFTS[self.shift](a, kept, jnp)
-        g = jax.lax.stop_gradient(g) if self.stops else g
-        if self.loss == "log_softmax":
-            return jnp.sum(f * jax.nn.log_softmax(a, 0))
-        terms = jnp.exp((kept if self.masks == "before exp" else a) - g)
-        terms = terms * f if self.has_factors else terms
-        terms = jnp.where(mask, terms, 0) if self.masks != "none" else terms
-        total = terms.sum(0)
-        return jnp.sum(jnp.log(total) if self.loss == "log" else total)
-
-    def oracle(self):
-        """The value, its derivative, and the sums of the magnitudes of their terms."""
-        x, f, mask = (np.asarray(x).astype(np.longdouble) for x in self.batch)
-        keeps = mask > 0 if self.masks != "none" else np.ones_like(mask, bool)
-        f = f if self.has_factors else np.ones_like(f)
-        kept = np.where(keeps, x, -np.inf)
-        if self.loss == "log_softmax":
-            p = np.exp(x - x.max(0))
-            p, log = p / p.sum(0), x - x.max(0) - np.log(p.sum(0))
-            terms = f * log, f * (x - (p * x).sum(0))
-            return *(y.sum() for y in terms), *(np.abs(y).sum() for y in terms)
-        g = SHIFTS[self.shift](x, kept, np)
-        # The derivative of a shift of t·x is the shift of x; of its twin, 0.
-        slope = x - (0 if self.stops else g)
-        terms = f * np.where(keeps, np.exp(np.where(keeps, x, 0) - g), 0)
-        terms, slopes = terms.sum(0), (terms * np.where(keeps, slope, 0)).sum(0)
-        most = abs(x).max() * (1 if self.stops else 2)  # those of rows, and of g
-        if self.loss == "log":
-            value, slopes = np.log(terms), slopes / terms
-            return value.sum(), slopes.sum(), np.abs(value).sum() + 1, most * C
-        return terms.sum(), slopes.sum(), terms.sum(), most * terms.sum()
-
-
 def program(seed):
-    """A random program in one of three dtypes."""
+    """A random program in one of two dtypes, and its batch.
+
+    It returns a number for each column, whose sum is the loss, and how large what is
+    added up to each of them is.
+    """
     rng = np.random.default_rng(seed)
-    dtype, limit = DTYPES[seed % 3], math.log(float(jnp.finfo(DTYPES[seed % 3]).max))
+    dtype, limit = DTYPES[seed % 2], math.log(float(jnp.finfo(jnp.float32).max))
     shift, factors = rng.choice(list(SHIFTS)), rng.choice(FACTORS)
     masks, loss = rng.choice(MASKS), rng.choice(LOSSES, p=(0.5, 0.3, 0.2))
     stops, together = rng.random() < 0.7, rng.random() < 0.5
@@ -103,5 +57,24 @@ def program(seed):
     }[factors]
     mask = rng.random(x.shape) < 0.6
     has_factors = factors != "none" or loss == "log_softmax"
+
+    def columns(t, batch):
+        x, f, mask = batch
+        a = kept = t * x
+        if masks != "none":
+            kept = jnp.where(mask, a, -jnp.inf)
+        if loss == "log_softmax":
+            found = (f * jax.nn.log_softmax(a, 0)).sum(0)
+            return found, abs(found) + f.sum(0)
+        g = SHIFTS[shift](a, kept)
+        g = jax.lax.stop_gradient(g) if stops else g
+        terms = jnp.exp((kept if masks == "before exp" else a) - g)
+        terms = terms * f if has_factors else terms
+        terms = jnp.where(mask, terms, 0) if masks != "none" else terms
+        total = terms.sum(0)
+        if loss == "log":
+            return jnp.log(total), abs(jnp.log(total)) + 1
+        return total, total
+
     batch = jnp.asarray(x, dtype), jnp.asarray(f, dtype), jnp.asarray(mask)
-    return Program(str(shift), str(masks), bool(stops), has_factors, str(loss), batch)
+    return columns, batch

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import MODES, leaves_of, mean_of, mesh_of, normal, put, refusals, says
+from helpers import MODES, mean_of, mesh_of, normal, off, put, refusals, says
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -87,13 +87,8 @@ def mapped_and_run(fun, mesh, in_specs, out_specs=WHOLE, **options):
 
 
 def assert_close(got, want):
-    """By c·n·eps, for sums over the rows in another order; the terms are of order 1."""
-    got, want = jax.device_get((got, want))
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for a, b in leaves_of(got, want):
-        bound = 4 * ROWS * np.finfo(np.float32).eps * max(1.0, np.max(np.abs(b)))
-        assert np.isfinite(b).all()
-        np.testing.assert_allclose(a, b, rtol=0, atol=bound)
+    """By c·n·eps, for sums over the rows in another order."""
+    assert off(got, want) < 4 * ROWS * np.finfo(np.float32).eps
 
 
 def whole_batch(loss=mean_loss):
@@ -340,7 +335,6 @@ READERS = {  # of a parameter, with the dtype of the parameter on the network
     "by two casts": (lambda w, x: x @ _low(w) @ _low(w), "f32"),
     "in each layer": (lambda w, x: _thrice(lambda h, _: h @ _low(w), x), "f32"),
     "as it is, too": (lambda w, x: x @ _low(w) + _low(jnp.sum(w)), "f32"),
-    "in two dtypes": (lambda w, x: x @ _low(w) @ _low(w.astype(jnp.float16)), "f32"),
     "in 8 bits": (lambda w, x: x @ _low(w.astype(jnp.float8_e5m2)), "f32"),
 }
 

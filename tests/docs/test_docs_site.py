@@ -1,9 +1,8 @@
-"""The documentation site builds without a warning, and what it links to is there."""
+"""The documentation site builds without a warning, and has every public name."""
 
-import html.parser
 import importlib.util
 import json
-import urllib.parse
+import re
 
 import pytest
 from helpers import ROOT, python
@@ -24,50 +23,13 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The site, built once, with warnings as errors."""
+    """The site, built once, with warnings as errors, such as of a link to nowhere."""
     target = tmp_path_factory.mktemp("site")
     command = "-m", "sphinx", "-W", "--keep-going", "-q", ROOT / "docs", target
     run = python(*command, DOCS_OFFLINE="1")
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""
     return target
-
-
-class Page(html.parser.HTMLParser):
-    """What a page links to, and where links to it can lead."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.links: set[str] = set()
-        self.anchors = {""}
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        found = dict(attrs)
-        self.anchors |= {found[name] for name in ("id", "name") if found.get(name)}
-        self.links |= {found[name] for name in ("href", "src") if found.get(name)}
-
-
-def broken_links(folder):
-    """`[(page, link)]` of the links inside a site that lead nowhere."""
-    pages = {x.resolve(): Page(x.read_text("utf-8")) for x in folder.rglob("*.html")}
-    assert sum(len(page.links) for page in pages.values()) > 500
-    broken = []
-    for path, page in pages.items():
-        for link in page.links:
-            parts = urllib.parse.urlsplit(link)
-            name, anchor = map(urllib.parse.unquote, (parts.path, parts.fragment))
-            target = (path.parent / name).resolve() if name else path
-            leads = target.exists()
-            if target in pages:
-                leads = anchor in pages[target].anchors
-            if not (leads or parts.scheme or parts.netloc):
-                broken.append((path.name, link))
-    return broken
-
-
-def test_the_site_builds_without_a_warning_and_every_internal_link_resolves(site):
-    assert broken_links(site) == []
 
 
 # What a search leads to a section of.
@@ -95,9 +57,8 @@ def test_the_search_leads_to_a_section_first(site):
 
 
 def test_every_public_name_is_in_the_reference(site):
-    anchors = set().union(
-        *(Page(p.read_text()).anchors for p in (site / "api").glob("*.html"))
-    )
+    pages = (path.read_text("utf-8") for path in (site / "api").glob("*.html"))
+    anchors = set(re.findall(r'\bid="([^"]+)"', "".join(pages)))
     modules = [accumulator, blocks, config, data]
     due = {f"module-{module.__name__}" for module in modules}
     due |= {"module-ga_optax.flax", "module-ga_optax.testing"}

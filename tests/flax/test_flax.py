@@ -533,15 +533,7 @@ def test_fp8_scales_are_those_of_the_whole_batch(data_axis, name):
     assert off(*one) < tolerance
     # The twin: a micro-batch by itself has larger cotangents, and its own statistics.
     alone = jax.jit(jax.grad(loss))(params, x0[:4])
-    largest, of_alone = (
-        max(
-            x.max()
-            for path, x in jax.tree.leaves_with_path(scales[REPLACED])
-            if "output_grad_amax_history" in str(path)
-        )
-        for scales in (due, alone)
-    )
-    assert largest < 0.5 * of_alone
+    assert off(alone[REPLACED], due[REPLACED]) > 0.5
 
 
 def test_gradients_of_modules_outside_of_jit_warn_once():

@@ -58,7 +58,6 @@ single, stacked = Block, of_two
 TRANSFORMS = {
     "remat": (single, nnx.remat(apply), apply),
     "jit": (single, nnx.jit(apply), apply),
-    "jit_of_remats": (single, nnx.jit(nnx.remat(nnx.remat(apply))), apply),
     "scan_of_remat": (stacked, over_layers(nnx.remat(apply)), over_layers(apply)),
     "remat_of_scan": (stacked, nnx.remat(over_layers(apply)), over_layers(apply)),
     "loop_of_remat": (single, looped, lambda b, x: b(b(x))),

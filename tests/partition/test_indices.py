@@ -14,7 +14,6 @@ from helpers import error
 from jax.extend.core import Literal
 from jax.lax import GatherScatterMode
 
-from ga_optax._partition.writer import Writer
 from ga_optax._passes import jaxprs
 
 pytestmark = pytest.mark.usefixtures("fast_compilation", "float64")
@@ -151,24 +150,6 @@ def promises_broken(fun):
 @pytest.mark.parametrize("name", CASES)
 def test_promises_of_indices_hold_of_those_of_each_micro_batch(name):
     assert promises_broken(CASES[name]) == set()
-
-
-def test_the_twin_that_keeps_every_promise_breaks_some(monkeypatch):
-    plain = Writer.run
-
-    def run(w, e, xs, **params):
-        return plain(w, e, xs, **{x: params[x] for x in params.keys() - PROMISES})
-
-    monkeypatch.setattr(Writer, "run", run)
-    names = "rows that some have", "rows that are written where they are"
-    some, written = (promises_broken(CASES[name]) for name in names)
-    assert {x for x in some | written if x.startswith("indices")} == {
-        f"indices_are_sorted of {x}"
-        for x in ("gather", "scatter", "scatter-add", "scatter-mul", "scatter-min")
-    }
-    assert {x for x in some if x.startswith("unique")} == {
-        f"unique_indices of {x}" for x in ("gather", "scatter-add")
-    }
 
 
 # -- Picks of each row -----------------------------------------------------------------

@@ -9,7 +9,6 @@ from helpers import error, mesh_of, normal
 from jax.sharding import PartitionSpec as P
 
 import ga_optax as ga
-from ga_optax._partition import nested
 
 pytestmark = [
     pytest.mark.usefixtures("optax_promotion"),
@@ -120,10 +119,8 @@ def test_value_and_gradients_are_those_of_the_whole_batch(fun):
     assert ("shard_map" in {note.name for note in found.whole}) == (fun is meets)
 
 
-def test_rows_that_are_taken_for_those_of_others_are_found(monkeypatch):
+def test_rows_of_a_device_are_its_own():
     assert error(of_places, K, *arguments(), **EACH) < BOUND
-    monkeypatch.setattr(nested, "_on_device", lambda layout, *args, **kw: layout)
-    assert error(of_places, K, *arguments(), **EACH) > 1e-3
 
 
 # -- Over other axes than the data axis ------------------------------------------------

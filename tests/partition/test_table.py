@@ -132,15 +132,12 @@ def test_functions_of_rows_are_right_in_one_program():
     cases += [(case, "in segments") for case in (*moves, CASES["gather"][0])]
 
     def every(*args):
-        return [seen(*case)(*args) for case in cases]
+        return [x for case in cases for x in seen(*case)(*args)]
 
     args = arguments()
     closed, part = partitioned(every, args)
     out = jax.jit(functools.partial(of_each, closed, part))(*args)
-    want = jax.jit(every)(*args)
-    got = jax.tree.unflatten(jax.tree.structure(want), joined(out, part, closed))
-    triples = zip(cases, got, want, strict=True)
-    assert [case for case, x, y in triples if not off(x, y) < BOUND] == []
+    assert off(joined(out, part, closed), jax.jit(every)(*args)) < BOUND
 
 
 @of_each_key(CASES, 3)

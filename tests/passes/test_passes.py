@@ -335,35 +335,6 @@ def test_a_primitive_of_another_name_ends_in_the_plain_loop(name, monkeypatch):
     assert helpers.off(got, jax.value_and_grad(scanned)(*args)) < 1e-6
 
 
-@HAS_REFS
-def test_without_a_registration_nothing_is_added_in_place(monkeypatch):
-    from jax.interpreters import mlir
-
-    args = arguments()
-    expected = jax.jit(ga.value_and_grad(scanned, K, optimize=False))(*args)
-    monkeypatch.delattr(mlir, "register_lowering")
-    in_place._primitive.cache_clear()
-    try:
-        with pytest.warns(UserWarning, match="register_lowering.*optimize=False"):
-            got = jax.jit(ga.value_and_grad(scanned, K))(*args)
-    finally:
-        in_place._primitive.cache_clear()
-    assert_trees_bitwise_equal(got, expected)
-
-
-def test_nothing_is_registered_at_import():
-    code = (
-        "import ga_optax\n"
-        "from ga_optax._loop import in_place\n"
-        "from ga_optax._passes import equation, rowwise\n"
-        "assert equation._divided_primitive.cache_info().currsize == 0\n"
-        "assert rowwise._primitive.cache_info().currsize == 0\n"
-        "assert in_place._primitive.cache_info().currsize == 0\n"
-    )
-    run = helpers.python("-c", code)
-    assert run.returncode == 0, run.stderr
-
-
 # Parameters of what no example of the table has: regions, kernels, partitions, products
 # of groups; our own primitives; and what a part of a partition is called.
 NOT_ASKED = """all_gather_dimension along check_vma compiler_params cost_estimate

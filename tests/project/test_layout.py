@@ -194,29 +194,6 @@ def test_imports_between_folders_point_one_way():
     graphlib.TopologicalSorter(edges).prepare()
 
 
-def test_imports_are_relative_so_that_another_package_may_hold_this_one():
-    """A copy works under any name (`tests/project/test_packaging.py`)."""
-    absolute = [
-        (module, node.lineno)
-        for module, text in modules().items()
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.ImportFrom)
-        and f"{node.module}.".startswith("ga_optax.")
-    ]
-    assert absolute == []
-
-
-def test_imports_stand_at_the_top():
-    inside = [
-        (module, name)
-        for module, text in modules().items()
-        for name, node in functions(ast.parse(text))
-        for x in ast.walk(node)
-        if isinstance(x, ast.Import | ast.ImportFrom)
-    ]
-    assert inside == []
-
-
 def test_every_private_function_is_named_where_it_is_used():
     """One that a decorator registers is used by that."""
     words = collections.Counter(re.findall(r"\w+", "\n".join(modules().values())))
@@ -247,7 +224,7 @@ def test_the_root_is_small_no_function_long_and_no_private_one_takes_much():
     assert (too_many(lengths, 50), too_many(counts, 5)) == ([], [])
     assert 5_000 < total.total() <= 18_229  # who raises it says what went for it
     tests = (x.read_text("utf-8") for x in (ROOT / "tests").rglob("*.py"))
-    assert sum(len(code_lines(text)) for text in tests) <= 17_499  # so here
+    assert sum(len(code_lines(text)) for text in tests) <= 17_118  # so here
 
 
 # -- How much a reader meets -----------------------------------------------------------

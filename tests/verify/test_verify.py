@@ -150,7 +150,7 @@ def not_of_jax(params, batch):
 
 
 def recurrent(params, batch):
-    """Over [time, batch, size], with a mask over [time, batch]."""
+    """Over [time, batch, size]."""
 
     def step(h, x):
         h = jnp.tanh(h @ params["w"] + x)
@@ -158,8 +158,7 @@ def recurrent(params, batch):
 
     x = batch["x"]
     _, hidden = jax.lax.scan(step, jnp.zeros_like(x[0]), x)
-    weights = batch.get("mask", jnp.ones_like(x[..., 0]))
-    return jnp.sum(weights * (hidden @ params["v"]) ** 2) / jnp.sum(weights)
+    return jnp.mean((hidden @ params["v"]) ** 2)
 
 
 def by_position(params, batch):
@@ -218,7 +217,6 @@ MASK = {"options": {"weight_fn": count_tokens}}
 KEYED = {"options": {"rng": KEY}}
 TIME = {"params": {"w": draw(3, 3), "v": draw(3)}}
 TIMES = {"x": draw(8, 6, 3)}
-LENGTHS = (jnp.arange(8)[:, None] < jnp.arange(6)[None] + 3).astype(jnp.float32)
 LONG = token_batch([289, 301, 311, 0], length=100)
 
 # The cases of each cause, by name.
@@ -307,12 +305,6 @@ CASES[Cause.WEIGHTS] = {
         weights=np.exp(BATCH["y"]).reshape(K, -1).sum(1),
         right=lambda batch: jnp.exp(batch["y"]).sum(),
     ),
-    "the wrong weight_fn": Case(
-        token_loss,
-        "10 : 21 : 20 : 29",
-        options={"weight_fn": lambda batch: (1 - batch["mask"]).sum()},
-        **COUNTED,
-    ),
     "beside a mean": Case(
         mean_loss,
         "each by itself: Leave weight_fn out",
@@ -355,10 +347,6 @@ CASES[Cause.CROSS_EXAMPLE] = {
         "batch['mask'].sum() (10 : 21 : 20 : 29 in the micro-batches) and the number "
         "of rows, or by none.",
         batch=TOKENS,
-    ),
-    "first half": Case(
-        lambda p, b: mean_loss(p, jax.tree.map(lambda x: x[: len(x) // 2], b)),
-        "weight 0",
     ),
     "no right axis": Case(
         lambda p, b: jnp.sqrt(recurrent(p, b)),
@@ -404,12 +392,6 @@ CASES[Cause.RANDOMNESS] = {
 
 CASES[Cause.AXIS] = {
     "along time": Case(recurrent, "batch_axes=1", batch=TIMES, **TIME),
-    "along time, with weights": Case(
-        recurrent,
-        "batch_axes=1 | weights may be wrong",
-        batch={**TIMES, "mask": LENGTHS},
-        **TIME,
-    ),
 }
 
 CASES[Cause.NOT_FINITE] = {
