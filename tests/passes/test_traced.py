@@ -12,6 +12,7 @@ from jax.interpreters import ad
 
 import ga_optax as ga
 from ga_optax import accumulator
+from ga_optax._partition import nested
 from ga_optax._passes import jaxprs, pullback
 
 LAYERS, WIDTH = 6, 4
@@ -187,6 +188,38 @@ def test_programs_that_differ_in_constants_alone_are_not_alike(monkeypatch):
     monkeypatch.setattr(jaxprs.Same, "__eq__", lambda *_: True)
     monkeypatch.setattr(jaxprs.Same, "__hash__", lambda _: 0)
     assert error() > 1e-2
+
+
+ALIKE = {
+    # Each time a new function.
+    "checkpoint": lambda x: jax.checkpoint(lambda x: jnp.tanh(x) * 2)(x),
+    "jvp": jax.nn.relu,
+    "draw": lambda x: x * jax.random.uniform(jax.random.key(0), x.shape),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_jax_runs_the_rules_of_alike_layers_on_one_program(name, monkeypatch):
+    def loss(params, x):
+        for i, w in enumerate(params):
+            x = ALIKE[name](x[:, :1] * w[None]) + float(i)
+        return jnp.mean(x**2)
+
+    def programs(number):
+        args = [jnp.ones(4)] * number, jnp.ones((8, 4))
+        step = jax.make_jaxpr(ga.value_and_grad(loss, 2))(*args)
+        loops = [e for e in jaxprs.equations(step.jaxpr) if e.primitive.name == "scan"]
+        every = [e for loop in loops for e in loop.params["jaxpr"].eqns]
+        found = [e.params["jaxpr"] for e in every if jaxprs.is_inline(e)]
+        return len({id(getattr(x, "jaxpr", x)) for x in found}), len(found)
+
+    (few, calls), (many, more) = map(programs, (2, 7))
+    assert few == many
+    assert calls < more
+    # The twin: the pullback joins them, too.
+    monkeypatch.setattr(pullback, "with_pullback_of_equals", by_jax)
+    monkeypatch.setattr(nested, "key_of", lambda *given: object())
+    assert programs(2)[0] < programs(7)[0]
 
 
 K = 4
