@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 
 from .._passes import jaxprs
-from .costs import bytes_of
 from .cuts import smallest_cut
 from .schedule import Level, Schedule
 
@@ -175,7 +174,7 @@ class _Lives:
 
     def nbytes(self, x: Any) -> int:
         """The bytes of a value of each micro-batch."""
-        return self.number * bytes_of(x)
+        return self.number * jaxprs.nbytes(x)
 
     def needed(
         self, wanted: Iterable[Any], kept: Container[Any], level: int

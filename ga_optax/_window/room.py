@@ -28,7 +28,7 @@ from jax.extend import core
 
 from .._passes import alive, jaxprs
 from .._passes.jaxprs import following, is_mark, variables
-from .costs import bytes_of, bytes_of_residuals
+from .costs import bytes_of_residuals
 from .cuts import smallest_cut
 from .meetings import is_collective
 from .schedule import Level, Schedule
@@ -211,7 +211,7 @@ def largest_step(schedule: Schedule) -> int:
             roots = schedule.operands(level, smooth=True)
         equations, reads = schedule.needed(roots, level)
         smooth = [x for x in reads if schedule.trait(x).smooth]
-        grads = sum(bytes_of(x) for x in smooth if x in schedule.arguments)
+        grads = sum(jaxprs.nbytes(x) for x in smooth if x in schedule.arguments)
         steps.append(bytes_of_residuals(equations, smooth, reads) + grads)
     for level in range(1, schedule.end + 1) if schedule.kept is not None else ():
         roots = schedule.roots(level)
@@ -411,7 +411,7 @@ def _chosen(loops: LoopSets, level: int, border: Sequence[Any]) -> list[Any]:
 
     def size(x: Any) -> float:
         price = _EARLIER if x in earlier else 1.0
-        return price * loops.schedule.num_values["residual"] * bytes_of(x) + 1
+        return price * loops.schedule.num_values["residual"] * jaxprs.nbytes(x) + 1
 
     cut_values = smallest_cut(equations, [*sources, *earlier], set(border), size)
     return [x for x in cut_values if x not in earlier]
@@ -598,6 +598,6 @@ def _smallest(
             sinks.add(x)
 
     def size(x: Any) -> float:
-        return bytes_of(x) + 1.0
+        return jaxprs.nbytes(x) + 1.0
 
     return smallest_cut(group, sources, sinks, size)

@@ -26,7 +26,7 @@ from .._loop.micro_step import Operands, Replay
 from .._passes import alive, jaxprs
 from .._passes.effects import IndivisibleError
 from . import kept, levels
-from .costs import bytes_of, bytes_of_step
+from .costs import bytes_of_step
 from .levels import Arrays, Buffers, Evaluation, MeetingLoss, Wanted
 from .report import peak_of
 from .room import LITTLE, has_room, planned, share
@@ -173,7 +173,7 @@ def _planned(values: Evaluation, schedule: Schedule, limit: int | None) -> Sched
     def of_step() -> int:
         params = jaxpr.invars[: len(values.of_params)]
         stacks = [b.operand for b in schedule.buffers if b.kind == "stack"]
-        gathered = schedule.num_values["residual"] * sum(map(bytes_of, stacks))
+        gathered = schedule.num_values["residual"] * sum(map(jaxprs.nbytes, stacks))
         return max(bytes_of_step(jaxpr, params), gathered)
 
     if not any(schedule.trait(x).smooth for x in schedule.roots(schedule.end)):

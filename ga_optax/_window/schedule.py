@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
+from .. import accumulator
 from .._passes import jaxprs
 from . import meetings
-from .costs import bytes_of, nbytes_of_sum
 
 
 class Level(NamedTuple):
@@ -322,8 +322,10 @@ class Schedule:
         """The number of the buffer of a value, which is added if there is none."""
         smooth, number = self.trait(operand).smooth, self.num_values.get(kind, 1)
         when = Level(level, in_loop=kind != "shared")
-        of_cotangent = smooth and number * nbytes_of_sum(operand)
-        nbytes = number * bytes_of(operand)
+        nbytes, of_cotangent = number * jaxprs.nbytes(operand), 0
+        if smooth:
+            itemsize = accumulator.sum_dtype(operand.aval.dtype).itemsize
+            of_cotangent = number * jaxprs.numbers(operand.aval.shape) * itemsize
         members = self.by_level.setdefault(when, [])
         for i in members:
             old = self.buffers[i]
