@@ -83,11 +83,7 @@ class View(NamedTuple):
 
 
 def traits_of(
-    jaxpr: core.Jaxpr,
-    axis: str,
-    params: Sequence[Any],
-    rows: Sequence[Any],
-    loss: Sequence[Any] | None = None,
+    jaxpr: core.Jaxpr, axis: str, params: Sequence[Any], rows: Sequence[Any]
 ) -> dict[Any, Traits]:
     """The traits of every variable of a program.
 
@@ -96,7 +92,6 @@ def traits_of(
       axis: the name of the axis of the window.
       params: the arguments that are differentiated.
       rows: the arguments that differ between micro-batches; some may be differentiated.
-      loss: the results that are differentiated; None for the first.
     """
 
     def traits_if(level: int) -> dict[Any, Traits]:
@@ -110,7 +105,7 @@ def traits_of(
     before = [x.level for v, x in traits_if(1).items() if v not in behind]
     traits = traits_if(max(before, default=1))
     # Values through which the loss is not differentiated are not smooth.
-    reached = set(jaxprs.variables(jaxpr.outvars[:1] if loss is None else loss))
+    reached = set(jaxprs.variables(jaxpr.outvars[:1]))
     for e in reversed(jaxpr.eqns):
         if any(x in reached and traits[x].smooth for x in e.outvars):
             reached.update(jaxprs.variables(e.invars))
