@@ -33,16 +33,16 @@ _SMALL = 1000
 
 
 def reasons_not_in_place(
-    off: str, program: LossProgram, operands: Operands, scattered: Mapping[int, Any]
+    program: LossProgram, operands: Operands, scattered: Mapping[int, Any]
 ) -> list[Reason | None]:
     """For each leaf the reason why it is not added in place; None if it is.
 
     Args:
-      off: the reason that holds for all leaves; empty if there is none.
       program: that of the loss.
       operands: those of the loop.
       scattered: the gradients that are scattered before they are added, and how.
     """
+    off = "" if program.optimize else "optimize=False"
     if not off and not micro_step.HAS_REFS:
         off = f"jax {jax.__version__} is older than 0.11.1"
     if not off and program.multiplies:  # the weight needs the gradient by itself
@@ -81,9 +81,9 @@ def reasons_not_in_place(
 
 
 def log_in_place(names: Sequence[str], whys: Sequence[Reason | None]) -> None:
-    """Logs the leaves that are added in place, and for the others the reason."""
+    """Logs the leaves with names, added in place or, with the reason, not."""
     pairs = []
-    for name, why in zip(names, whys, strict=True):
+    for name, why in zip(names, whys, strict=False):
         what = f"not added in place ({why.why})" if why else "added in place"
         pairs.append((what, f"{name} at {why.line}" if why and why.line else name))
     for what, members in places.by_reason(pairs):

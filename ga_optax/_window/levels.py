@@ -19,10 +19,9 @@ from .. import accumulator
 from .._checks import is_on_host
 from .._devices import collectives, meshes
 from .._devices.record import Devices
-from .._loop import in_place, micro_step
+from .._loop import micro_step
 from .._loop.folds import FOLDS, Weighting
 from .._loop.loop import (
-    Addition,
     Loop,
     State,
     choose_additions,
@@ -548,7 +547,9 @@ def _looped(
     totals = [cotangent_so_far(values, j, buffers, cotangents) for j in shared]
     acc = accumulator.Accumulator(totals, weight, count)
     operands = Operands(closed.consts, params, jax.tree.leaves(batch), [], [], acc)
-    adds = _chosen_additions(values, program, operands, shared)
+    names = dict(zip(values.params, values.devices.names, strict=True))
+    names = [names[j] for j in shared if j in names]  # parameters come first
+    adds = choose_additions(program, operands, names, {})
     types = map(values.type_of_one, batch[0])
     pairs = zip(residuals, types, strict=True)
     adds += [stacked_addition(x, j not in cotangents) for j, x in pairs]
@@ -611,18 +612,6 @@ def _paired(cotangent: jax.Array, x: jax.Array) -> jax.Array:
     product = jax.lax.mul(cotangent, accumulator.cast(x, cotangent.dtype))
     real = product.real if jnp.iscomplexobj(product) else product
     return jnp.sum(real).astype(float)
-
-
-def _chosen_additions(
-    values: Evaluation, program: LossProgram, operands: Operands, shared: list[int]
-) -> list[Addition]:
-    """One addition for the gradient of each shared buffer."""
-    off = "" if program.optimize else "optimize=False"
-    whys = in_place.reasons_not_in_place(off, program, operands, {})
-    names = dict(zip(values.params, values.devices.names, strict=True))
-    names = [names[j] for j in shared if j in names]  # parameters come first
-    in_place.log_in_place(names, whys[: len(names)])
-    return choose_additions(program, operands.acc.total, whys, {})
 
 
 def _stacks(
