@@ -307,11 +307,8 @@ class Schedule:
         view = self.views.get(variable)
         if view is None:
             return -1
-        if self.kept is not None and self.buffers[view.buffer].kind == "residual":
-            each = enumerate(self.kept)
-            return ~sum(1 << n for n, some in each if view.buffer in some)
-        number, in_loop = self.buffers[view.buffer].level
-        return (1 << number + in_loop) - 1
+        loops = range(1, self.end + 1)
+        return sum(1 << n for n in loops if not self.can_read(view.buffer, Level(n)))
 
     def buffer(self, operand: Any, kind: str, level: int) -> int:
         """The number of the buffer of a value, which is added if there is none."""
