@@ -60,7 +60,7 @@ class Life(NamedTuple):
       of_cotangent: the bytes of the cotangent.
       first: the level that fills the buffer.
       last: the last level that reads it.
-      num_iterations: of how many iterations of a scan the residual is the stack.
+      is_stack: True if a scan stacks the residual.
       is_derived: True if the residual can be computed from other residuals of the same
         level.
     """
@@ -70,7 +70,7 @@ class Life(NamedTuple):
     of_cotangent: int
     first: int
     last: int
-    num_iterations: int = 1
+    is_stack: bool = False
     is_derived: bool = False
 
     @property
@@ -104,18 +104,11 @@ def planned(
         most = max(of_step() - largest_step(share(full)), LITTLE)
     ends = _segments(lives, full.end, most)
     # Segments do not divide the stack of a scan: it stays, or the scan runs again.
-    stacks = (x.nbytes for x in lives if x.num_iterations > 1)
+    stacks = (x.nbytes for x in lives if x.is_stack)
     bounded = limit is not None or max(stacks, default=0) > most
     if not bounded or peak(lives, ends, full.end) <= most:
         return _in_segments(full, lives, ends)
     return dataclasses.replace(_less(marked, most), unlimited=full)
-
-
-def has_room(schedule: Schedule, of_step: Callable[[], int], limit: int | None) -> bool:
-    """True if a schedule stores something, and no more than the limit of residuals."""
-    stored = sum(b.nbytes + b.of_cotangent for b in schedule.buffers)
-    most = max(of_step(), LITTLE) if limit is None else limit
-    return 0 < stored <= most
 
 
 # -- Lives -----------------------------------------------------------------------------
@@ -130,13 +123,14 @@ def _lives(schedule: Schedule) -> Iterator[Life]:
     for i, b in enumerate(schedule.buffers):
         if b.kind == "residual":
             e: Any = jaxprs.made_by(schedule.jaxpr, b.operand)
-            first, iterations = b.level.number, 1
-            if jaxprs.kind(e) == "scan":
-                is_stack = b.operand in e.outvars[jaxprs.scan_of(e).num_carry :]
-                iterations = jaxprs.times(e) if is_stack else 1
+            first = b.level.number
             until = last.get(i, first)
             until = schedule.end if is_mark(e, schedule.axis) else until
-            more = iterations, _is_derived(schedule, i)
+            is_stack = (
+                jaxprs.times(e) > 1
+                and b.operand in e.outvars[jaxprs.scan_of(e).num_carry :]
+            )
+            more = is_stack, _is_derived(schedule, i)
             yield Life(i, b.nbytes, b.of_cotangent, first, until, *more)
 
 
