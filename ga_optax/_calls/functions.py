@@ -471,9 +471,9 @@ def batch_dependencies(
             (micro_batch, program, operands, _), evaluation = plan
             part, number = micro_batch.part, len(operands.indices)
             jaxpr, notes = part.jaxpr, (part.whole, part.promised)
-            args, count = program.jaxpr.invars, len(operands.params)
-            smooth = args[: count + operands.rows]
-            order = report.one_level(program.jaxpr, smooth, args[count:])
+            given, count = program.jaxpr.invars, len(operands.params)
+            smooth = given[: count + operands.rows]
+            order = report.one_level(program.jaxpr, smooth, given[count:])
             if evaluation is not None:
                 order, last = evaluation.schedule, report.report_of(evaluation.schedule)
         stages = report.described_stages(order, last.stored, number, call.num_of_all)
