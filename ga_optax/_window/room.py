@@ -306,12 +306,12 @@ class LoopSets(NamedTuple):
 
 def loops_of(schedule: Schedule) -> LoopSets:
     """The loops of a schedule."""
-    roots, smooth = (_roots(schedule, smooth) for smooth in (False, True))
+    roots, smooth = (roots_of(schedule, smooth) for smooth in (False, True))
     readers, runs = _runs(schedule, roots)
     return LoopSets(schedule, roots, readers, runs, _runs(schedule, smooth)[1])
 
 
-def _roots(schedule: Schedule, smooth: bool) -> dict[Any, int]:
+def roots_of(schedule: Schedule, smooth: bool) -> dict[Any, int]:
     """The loops that have a variable as a root, or as a root with a cotangent."""
     roots: dict[Any, int] = {}
     for level in range(1, schedule.end + 1):
