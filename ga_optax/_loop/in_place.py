@@ -251,8 +251,7 @@ def with_rules_of(plain: Run, run: Run) -> Run:
         def flat_plain(*args: jax.Array) -> list[jax.Array]:
             return jax.tree.leaves(plain(jax.tree.unflatten(structure, args)))
 
-        types = tuple(program.out_avals)
-        out = _primitive().bind(*flat, program=program, plain=flat_plain, types=types)
+        out = _primitive().bind(*flat, program=program, plain=flat_plain)
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
     return bound
@@ -272,6 +271,6 @@ def _primitive() -> core.Primitive:
         lambda program, plain, **_: (plain, len(program.in_avals)),
         batched,
         derived,
-        types=lambda *args, types, **_: (types, core.no_effects),
+        types=lambda *_, program, **__: (program.out_avals, core.no_effects),
     )
     return new_primitive.primitive(primitives.WINDOW, how)
