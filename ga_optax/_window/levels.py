@@ -257,21 +257,14 @@ def wide(x: jax.Array) -> jax.Array:
 
 def fill(values: Evaluation, level: Level, buffers: Buffers) -> Buffers:
     """The buffers after a level, without residuals that no later level reads."""
-    schedule = values.schedule
-    if not level.in_loop:
-        return fill_shared(values, level, buffers)
-    members, drops = schedule.filled_at(level), schedule.drops.get(level.number, ())
+    schedule, members = values.schedule, values.schedule.filled_at(level)
+    if not level.in_loop:  # what all micro-batches share
+        with jax.named_scope("forward"):
+            new = values.evaluate(schedule.operands(level), level, buffers)
+        return buffers | dict(zip(members, new, strict=True))
     new = filled(values, members, level, buffers)
     buffers = buffers | over_devices(values, new, _ACROSS)
-    return buffers_without(buffers, drops)
-
-
-def fill_shared(values: Evaluation, level: Level, buffers: Buffers) -> Buffers:
-    """The buffers after the values of a level that all micro-batches share."""
-    schedule = values.schedule
-    with jax.named_scope("forward"):
-        new = values.evaluate(schedule.operands(level), level, buffers)
-    return buffers | dict(zip(schedule.filled_at(level), new, strict=True))
+    return buffers_without(buffers, schedule.drops.get(level.number, ()))
 
 
 def fill_again(
