@@ -466,12 +466,14 @@ def batch_dependencies(
         notes, why, number, last = ([], []), "", 0, report.WindowReport(0, 1, 0, ())
         if isinstance(plan, undivided.AllRows):
             jaxpr, why = closed.jaxpr, plan.why
-            order = report.of_all_rows(jaxpr, len(call.leaves("argnums")))
+            order = report.one_level(jaxpr, jaxpr.invars[: len(call.leaves("argnums"))])
         else:
             (micro_batch, program, operands, _), evaluation = plan
             part, number = micro_batch.part, len(operands.indices)
             jaxpr, notes = part.jaxpr, (part.whole, part.promised)
-            order = report.stages_of_loop(program, operands)
+            given, count = program.jaxpr.invars, len(operands.params)
+            smooth = given[: count + operands.rows]
+            order = report.one_level(program.jaxpr, smooth, given[count:])
             if evaluation is not None:
                 order, last = evaluation.schedule, report.report_of(evaluation.schedule)
         stages = report.described_stages(order, last.stored, number, call.num_of_all)

@@ -369,7 +369,7 @@ def _computed(
                 total[i] += jaxprs.times(e) * n
         if jaxprs.inner_programs(e):
             continue
-        size = sum(jaxprs.nbytes(x.aval) for x in filter(jaxprs.is_inexact, e.outvars))
+        size = sum(jaxprs.nbytes(x) for x in filter(jaxprs.is_inexact, e.outvars))
         if not of_rows.isdisjoint(e.outvars):
             total[1] += size
         elif not of_all.isdisjoint(e.outvars):

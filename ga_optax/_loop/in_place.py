@@ -33,16 +33,16 @@ _SMALL = 1000
 
 
 def reasons_not_in_place(
-    off: str, program: LossProgram, operands: Operands, scattered: Mapping[int, Any]
+    program: LossProgram, operands: Operands, scattered: Mapping[int, Any]
 ) -> list[Reason | None]:
     """For each leaf the reason why it is not added in place; None if it is.
 
     Args:
-      off: the reason that holds for all leaves; empty if there is none.
       program: that of the loss.
       operands: those of the loop.
       scattered: the gradients that are scattered before they are added, and how.
     """
+    off = "" if program.optimize else "optimize=False"
     if not off and not micro_step.HAS_REFS:
         off = f"jax {jax.__version__} is older than 0.11.1"
     if not off and program.multiplies:  # the weight needs the gradient by itself
@@ -81,9 +81,9 @@ def reasons_not_in_place(
 
 
 def log_in_place(names: Sequence[str], whys: Sequence[Reason | None]) -> None:
-    """Logs the leaves that are added in place, and for the others the reason."""
+    """Logs the leaves with names, added in place or, with the reason, not."""
     pairs = []
-    for name, why in zip(names, whys, strict=True):
+    for name, why in zip(names, whys, strict=False):
         what = f"not added in place ({why.why})" if why else "added in place"
         pairs.append((what, f"{name} at {why.line}" if why and why.line else name))
     for what, members in places.by_reason(pairs):
@@ -251,8 +251,7 @@ def with_rules_of(plain: Run, run: Run) -> Run:
         def flat_plain(*args: jax.Array) -> list[jax.Array]:
             return jax.tree.leaves(plain(jax.tree.unflatten(structure, args)))
 
-        types = tuple(program.out_avals)
-        out = _primitive().bind(*flat, program=program, plain=flat_plain, types=types)
+        out = _primitive().bind(*flat, program=program, plain=flat_plain)
         return jax.tree.unflatten(jax.tree.structure(shapes), out)
 
     return bound
@@ -272,6 +271,6 @@ def _primitive() -> core.Primitive:
         lambda program, plain, **_: (plain, len(program.in_avals)),
         batched,
         derived,
-        types=lambda *args, types, **_: (types, core.no_effects),
+        types=lambda *_, program, **__: (program.out_avals, core.no_effects),
     )
     return new_primitive.primitive(primitives.WINDOW, how)

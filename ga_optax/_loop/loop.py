@@ -22,15 +22,8 @@ from .._passes import jaxprs, shared, table
 from .._passes.facts import Facts
 from .._passes.pullback import Known, with_pullback
 from ..accumulator import Accumulator
-from . import micro_step
+from . import in_place, micro_step
 from .folds import FOLDS, Weighting
-from .in_place import (
-    log_in_place,
-    reasons_not_in_place,
-    with_rules_of,
-    with_stand_ins,
-    write_gradients,
-)
 from .micro_step import Flat, LossProgram, Operands
 
 # == The run of a loop =================================================================
@@ -70,10 +63,7 @@ def run_loop(
       merges: True if the sums of all devices are added up at the end.
     """
     num_microbatches = len(operands.batch[0]) // (devices.logical or 1)
-    off = "" if program.optimize else "optimize=False"
-    whys = reasons_not_in_place(off, program, operands, devices.scattered)
-    log_in_place(devices.names, whys)
-    adds = choose_additions(program, operands.acc.total, whys, devices.scattered)
+    adds = choose_additions(program, operands, devices.names, devices.scattered)
     leaves = operands.batch[: operands.rows]
     # The sums that the compiler reduces over devices in each micro-step would be twice
     # as large.
@@ -203,20 +193,21 @@ Additions = Sequence[Addition]
 
 def choose_additions(
     program: LossProgram,
-    totals: Sequence[jax.Array],
-    whys: Sequence[Any],
+    operands: Operands,
+    names: Sequence[str],
     scattered: Mapping[int, Placement],
 ) -> list[Addition]:
     """One addition for each leaf of the parameters.
 
     Args:
       program: the loss of a micro-batch.
-      totals: the accumulators.
-      whys: the reason why a leaf is not added in place; None if it is.
+      operands: those of the loop.
+      names: the names of the leaves for the log; other leaves come last.
       scattered: the gradients that are scattered before they are added, and how.
     """
-    additions = []
-    for i, (total, why) in enumerate(zip(totals, whys, strict=True)):
+    additions, whys = [], in_place.reasons_not_in_place(program, operands, scattered)
+    in_place.log_in_place(names, whys)
+    for i, (total, why) in enumerate(zip(operands.acc.total, whys, strict=True)):
         parameter: Any = program.jaxpr.invars[i].aval
         aval = returned = parameter.update(memory_space=jax.memory.Space.Device)
         bare = program.arrivals[i] is None
@@ -260,7 +251,7 @@ def add_gradients(
                 return gradients(*refs.values())
             types = [x.type for x, _ in pairs]
             writes = [functools.partial(x.write, step) for x, _ in pairs]
-            return write_gradients(gradients, types, [*refs.values()], writes)
+            return in_place.write_gradients(gradients, types, [*refs.values()], writes)
 
     if refs and step.weight is not None and all(x.scattered is None for x in additions):
         grads = _unless(step.weight == 0, backward, micro_step.blank([*types.values()]))
@@ -365,7 +356,7 @@ class Loop:
             return self.run(operands)
         by_hand = [x._replace(in_place=False) for x in self.additions]
         plain = dataclasses.replace(self, additions=by_hand)
-        return with_rules_of(plain.run, self.run)(operands)
+        return in_place.with_rules_of(plain.run, self.run)(operands)
 
     def run(self, operands: Operands) -> State:
         """The loop after all passes. JAX cannot transform a loop with references."""
@@ -496,7 +487,7 @@ class Loop:
         params, batch = [*params, *batch[: self.rows]], batch[self.rows :]
         keys = [jax.random.fold_in(key, state.acc.count) for key in operands.keys]
         program, rest = jaxprs.Program(jaxpr, consts), [*batch, *keys, *carry]
-        program, params, rest = with_stand_ins(program, params, rest)
+        program, params, rest = in_place.with_stand_ins(program, params, rest)
         alike = optimize and not any(x.in_place for x in self.additions)
         with jax.named_scope("compute"):
             known = self.known if alike else None

@@ -64,7 +64,7 @@ class _Line:
 
     def _new(self, x: Any) -> int:
         """The number of a new value."""
-        self.sizes.append(jaxprs.nbytes(x.aval))
+        self.sizes.append(jaxprs.nbytes(x))
         return len(self.sizes) - 1
 
     def _add(self, jaxpr: core.Jaxpr, args: list[int]) -> list[int]:
@@ -133,7 +133,7 @@ def _is_same(e: core.JaxprEqn) -> bool:
     """True if results are operands."""
     if primitives.entry_of(e).moves:  # a dimension of size 1 may come in
         [out] = e.outvars
-        return jaxprs.nbytes(e.invars[0].aval) == jaxprs.nbytes(out.aval)
+        return jaxprs.nbytes(e.invars[0]) == jaxprs.nbytes(out)
     return e.primitive.name in _SAME
 
 

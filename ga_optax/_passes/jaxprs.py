@@ -78,9 +78,10 @@ def numbers(shape: Iterable[Any]) -> int:
 
 
 def nbytes(x: Any) -> int:
-    """The bytes of an array, or of a type; 0 of what is none."""
-    is_array = hasattr(x, "shape") and hasattr(x, "dtype")
-    return numbers(x.shape) * x.dtype.itemsize if is_array else 0
+    """The bytes of an array, of a variable or of a type; 0 of what is none."""
+    aval = getattr(x, "aval", x)
+    is_array = hasattr(aval, "shape") and hasattr(aval, "dtype")
+    return numbers(aval.shape) * aval.dtype.itemsize if is_array else 0
 
 
 def times(equation: core.JaxprEqn) -> int:

@@ -5,20 +5,7 @@ from typing import Any
 
 from jax.extend import core
 
-from .. import accumulator
 from .._passes import jaxprs, primitives
-
-
-def bytes_of(x: Any) -> int:
-    """The bytes of a value."""
-    return jaxprs.numbers(x.aval.shape) * x.aval.dtype.itemsize
-
-
-def nbytes_of_sum(x: Any) -> int:
-    """The bytes of a sum of such values, in the dtype of sums."""
-    if not jaxprs.is_inexact(x):
-        return 0
-    return jaxprs.numbers(x.aval.shape) * accumulator.sum_dtype(x.aval.dtype).itemsize
 
 
 def bytes_of_step(jaxpr: core.Jaxpr, params: Sequence[Any]) -> int:
@@ -30,7 +17,7 @@ def bytes_of_step(jaxpr: core.Jaxpr, params: Sequence[Any]) -> int:
     """
     arguments = [*jaxpr.constvars, *jaxpr.invars]
     residuals = bytes_of_residuals(jaxpr.eqns, params, arguments)
-    return residuals + sum(map(bytes_of, params))
+    return residuals + sum(map(jaxprs.nbytes, params))
 
 
 def bytes_of_residuals(
@@ -68,21 +55,21 @@ def _residuals(
             some = [_inside(e, p, smooth) for p in programs]
             kept, filled = map(max, zip(*some, strict=True))
             if kind == "checkpoint":
-                reads |= {x: bytes_of(x) for x in jaxprs.variables(e.invars)}
+                reads |= {x: jaxprs.nbytes(x) for x in jaxprs.variables(e.invars)}
                 kept, filled = 0, kept + filled
             inside, again = inside + jaxprs.times(e) * kept, max(again, filled)
         elif primitives.needs_other(e):
             pair = e.invars
             others = [pair[1 - i] for i in places] + [pair[1]] * (name == "div")
-            reads |= {x: bytes_of(x) for x in jaxprs.variables(others)}
+            reads |= {x: jaxprs.nbytes(x) for x in jaxprs.variables(others)}
         elif name == "exp":  # its result, which other gradients may need as well
-            reads |= {x: bytes_of(x) for x in outs}
+            reads |= {x: jaxprs.nbytes(x) for x in outs}
         elif linear := primitives.entry_of(e).linear_in(len(e.invars)):
             # Such as the condition of a select.
             others = [x for i, x in enumerate(e.invars) if i not in linear]
-            reads |= {x: bytes_of(x) for x in jaxprs.variables(others)}
+            reads |= {x: jaxprs.nbytes(x) for x in jaxprs.variables(others)}
         elif not _communicates(e):
-            inside += sum(map(bytes_of, outs))
+            inside += sum(map(jaxprs.nbytes, outs))
     return inside + sum(n for x, n in reads.items() if x not in given), again
 
 

@@ -21,7 +21,7 @@ from .._partition.held import MEETS
 from .._passes import checkpoints, feedback, jaxprs, primitives
 from .._passes.jaxprs import bind, is_variable, variables
 from .._passes.places import better_placed
-from . import costs, cuts
+from . import cuts
 from .meetings import is_collective
 
 # == One list of equations =============================================================
@@ -376,7 +376,7 @@ class SplitScan:
                 reads += e.invars
 
         def size(x: Any) -> float:
-            return 0.0 if x in first else 1.0 + costs.bytes_of(x)
+            return 0.0 if x in first else 1.0 + jaxprs.nbytes(x)
 
         equations, sources = self._equations_and_sources(part)
         others = cuts.smallest_cut(equations, sources, self._new_at(part, reads), size)
@@ -486,8 +486,8 @@ def _late(equations: Iterable[core.JaxprEqn], is_alone: feedback.Test) -> set[in
         if e.effects or is_alone(e):
             continue
         reads = variables(e.invars)
-        read, computed = (sum(map(costs.bytes_of, x)) for x in (reads, e.outvars))
-        kept = sum(costs.bytes_of(x) for x in reads if x not in wide)
+        read, computed = (sum(map(jaxprs.nbytes, x)) for x in (reads, e.outvars))
+        kept = sum(jaxprs.nbytes(x) for x in reads if x not in wide)
         if read < computed or kept < read <= computed:
             late.add(id(e))
             wide.update(e.outvars)
@@ -510,7 +510,7 @@ def _growing(
         reads = set().union(*(known.get(x, {x}) for x in variables(e.invars)))
         known |= dict.fromkeys(e.outvars, reads)
         cheap.add(id(e))
-        read, computed = (sum(map(costs.bytes_of, x)) for x in (reads, e.outvars))
+        read, computed = (sum(map(jaxprs.nbytes, x)) for x in (reads, e.outvars))
         if read < computed:
             growing.add(id(e))
     return cheap, growing

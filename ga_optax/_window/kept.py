@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from .._passes import jaxprs
-from .costs import bytes_of
 from .cuts import smallest_cut
+from .room import roots_of
 from .schedule import Level, Schedule
 
 # == The plan ==========================================================================
@@ -150,10 +150,7 @@ class _Lives:
             [x for x in jaxprs.variables(schedule.roots(t)) if t and x in self.place]
             for t in range(schedule.end + 1)
         ]
-        self.wanted: dict[Any, int] = collections.defaultdict(int)
-        for t, some in enumerate(self.roots):
-            for x in some:
-                self.wanted[x] |= 1 << t
+        self.wanted = roots_of(schedule, smooth=False)
         self.readers = collections.defaultdict(list)
         self.runs: dict[int, int] = {}
         read = dict(self.wanted)
@@ -175,7 +172,7 @@ class _Lives:
 
     def nbytes(self, x: Any) -> int:
         """The bytes of a value of each micro-batch."""
-        return self.number * bytes_of(x)
+        return self.number * jaxprs.nbytes(x)
 
     def needed(
         self, wanted: Iterable[Any], kept: Container[Any], level: int

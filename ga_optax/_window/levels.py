@@ -19,10 +19,9 @@ from .. import accumulator
 from .._checks import is_on_host
 from .._devices import collectives, meshes
 from .._devices.record import Devices
-from .._loop import in_place, micro_step
+from .._loop import micro_step
 from .._loop.folds import FOLDS, Weighting
 from .._loop.loop import (
-    Addition,
     Loop,
     State,
     choose_additions,
@@ -258,21 +257,14 @@ def wide(x: jax.Array) -> jax.Array:
 
 def fill(values: Evaluation, level: Level, buffers: Buffers) -> Buffers:
     """The buffers after a level, without residuals that no later level reads."""
-    schedule = values.schedule
-    if not level.in_loop:
-        return fill_shared(values, level, buffers)
-    members, drops = schedule.filled_at(level), schedule.drops.get(level.number, ())
+    schedule, members = values.schedule, values.schedule.filled_at(level)
+    if not level.in_loop:  # what all micro-batches share
+        with jax.named_scope("forward"):
+            new = values.evaluate(schedule.operands(level), level, buffers)
+        return buffers | dict(zip(members, new, strict=True))
     new = filled(values, members, level, buffers)
     buffers = buffers | over_devices(values, new, _ACROSS)
-    return buffers_without(buffers, drops)
-
-
-def fill_shared(values: Evaluation, level: Level, buffers: Buffers) -> Buffers:
-    """The buffers after the values of a level that all micro-batches share."""
-    schedule = values.schedule
-    with jax.named_scope("forward"):
-        new = values.evaluate(schedule.operands(level), level, buffers)
-    return buffers | dict(zip(schedule.filled_at(level), new, strict=True))
+    return buffers_without(buffers, schedule.drops.get(level.number, ()))
 
 
 def fill_again(
@@ -548,7 +540,9 @@ def _looped(
     totals = [cotangent_so_far(values, j, buffers, cotangents) for j in shared]
     acc = accumulator.Accumulator(totals, weight, count)
     operands = Operands(closed.consts, params, jax.tree.leaves(batch), [], [], acc)
-    adds = _chosen_additions(values, program, operands, shared)
+    names = dict(zip(values.params, values.devices.names, strict=True))
+    names = [names[j] for j in shared if j in names]  # parameters come first
+    adds = choose_additions(program, operands, names, {})
     types = map(values.type_of_one, batch[0])
     pairs = zip(residuals, types, strict=True)
     adds += [stacked_addition(x, j not in cotangents) for j, x in pairs]
@@ -611,18 +605,6 @@ def _paired(cotangent: jax.Array, x: jax.Array) -> jax.Array:
     product = jax.lax.mul(cotangent, accumulator.cast(x, cotangent.dtype))
     real = product.real if jnp.iscomplexobj(product) else product
     return jnp.sum(real).astype(float)
-
-
-def _chosen_additions(
-    values: Evaluation, program: LossProgram, operands: Operands, shared: list[int]
-) -> list[Addition]:
-    """One addition for the gradient of each shared buffer."""
-    off = "" if program.optimize else "optimize=False"
-    whys = in_place.reasons_not_in_place(off, program, operands, {})
-    names = dict(zip(values.params, values.devices.names, strict=True))
-    names = [names[j] for j in shared if j in names]  # parameters come first
-    in_place.log_in_place(names, whys[: len(names)])
-    return choose_additions(program, operands.acc.total, whys, {})
 
 
 def _stacks(

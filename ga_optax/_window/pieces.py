@@ -33,7 +33,7 @@ def in_pieces(
         for e in jaxpr.eqns
         if e.primitive.name == "psum" and is_collective(e, axis)
         for x in e.outvars
-        if costs.bytes_of(x) > LITTLE // 16
+        if jaxprs.nbytes(x) > LITTLE // 16
     ]
     if not sums:
         return jaxpr

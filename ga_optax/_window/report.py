@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-from .._loop.micro_step import LossProgram, Operands
 from .._passes import jaxprs
 from .._passes.places import (
     better_placed,
@@ -250,17 +249,17 @@ class DescribedLoop(NamedTuple):
         return "\n".join([head, *columns(rows, range(5)), *fills])
 
 
-def stages_of_loop(program: LossProgram, operands: Operands) -> Schedule:
-    """The schedule of a loss whose rows do not meet."""
-    jaxpr, count = program.jaxpr, len(operands.params)
-    params, rows = jaxpr.invars[:count], jaxpr.invars[count:]
-    smooth = [*params, *rows[: operands.rows]]
+def one_level(
+    jaxpr: core.Jaxpr, smooth: Sequence[Any], rows: Sequence[Any] = ()
+) -> Schedule:
+    """The schedule of a loss whose rows do not meet, or of all rows at once.
+
+    Args:
+      jaxpr: the program.
+      smooth: the arguments that are differentiated.
+      rows: the arguments that differ between micro-batches.
+    """
     return Schedule(jaxpr, "", traits_of(jaxpr, "", smooth, rows))
-
-
-def of_all_rows(jaxpr: core.Jaxpr, number: int) -> Schedule:
-    """The schedule of a program of all rows, of which the first are parameters."""
-    return Schedule(jaxpr, "", traits_of(jaxpr, "", jaxpr.invars[:number], ()))
 
 
 def described_stages(
@@ -278,7 +277,7 @@ def described_stages(
     fills = {x.number: x for x in stored}
     in_words = []
     for x in stages(schedule):
-        back = [y for e in x.back for y in _smooth_inside(e, schedule.traits)][::-1]
+        back = [e for e in reversed(x.back) if schedule.is_smooth(e)]
         loop = f"a loop over {number} micro-batches{devices}"
         if not number:
             loop = "once, all rows"
@@ -311,21 +310,3 @@ def _described(e: core.JaxprEqn, schedule: Schedule) -> DescribedValue:
         holds = f"{'all' if shared else 'own'} of {types}"
     source = better_placed(e, None).source_info
     return DescribedValue(holds, name, line_of(source))
-
-
-def _smooth_inside(e: core.JaxprEqn, traits: dict[Any, Traits]) -> list[core.JaxprEqn]:
-    """The equations of a call through which cotangents go; others by themselves."""
-    if not any(traits[x].smooth for x in e.outvars):
-        return []
-    if not jaxprs.is_inline(e):
-        return [e]
-
-    def smooth(names: Sequence[Any], outside: Sequence[Any]) -> list[Any]:
-        pairs = zip(names, outside, strict=True)
-        return [x for x, v in pairs if jaxprs.is_variable(v) and traits[v].smooth]
-
-    [inner] = jaxprs.inner_programs(e)
-    params, loss = smooth(inner.invars, e.invars), smooth(inner.outvars, e.outvars)
-    inside = traits_of(inner, "", params, (), loss)
-    equations = (better_placed(x, e.source_info) for x in inner.eqns)
-    return [y for x in equations for y in _smooth_inside(x, inside)]

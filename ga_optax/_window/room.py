@@ -28,7 +28,7 @@ from jax.extend import core
 
 from .._passes import alive, jaxprs
 from .._passes.jaxprs import following, is_mark, variables
-from .costs import bytes_of, bytes_of_residuals
+from .costs import bytes_of_residuals
 from .cuts import smallest_cut
 from .meetings import is_collective
 from .schedule import Level, Schedule
@@ -60,7 +60,7 @@ class Life(NamedTuple):
       of_cotangent: the bytes of the cotangent.
       first: the level that fills the buffer.
       last: the last level that reads it.
-      num_iterations: of how many iterations of a scan the residual is the stack.
+      is_stack: True if a scan stacks the residual.
       is_derived: True if the residual can be computed from other residuals of the same
         level.
     """
@@ -70,7 +70,7 @@ class Life(NamedTuple):
     of_cotangent: int
     first: int
     last: int
-    num_iterations: int = 1
+    is_stack: bool = False
     is_derived: bool = False
 
     @property
@@ -104,18 +104,11 @@ def planned(
         most = max(of_step() - largest_step(share(full)), LITTLE)
     ends = _segments(lives, full.end, most)
     # Segments do not divide the stack of a scan: it stays, or the scan runs again.
-    stacks = (x.nbytes for x in lives if x.num_iterations > 1)
+    stacks = (x.nbytes for x in lives if x.is_stack)
     bounded = limit is not None or max(stacks, default=0) > most
     if not bounded or peak(lives, ends, full.end) <= most:
         return _in_segments(full, lives, ends)
     return dataclasses.replace(_less(marked, most), unlimited=full)
-
-
-def has_room(schedule: Schedule, of_step: Callable[[], int], limit: int | None) -> bool:
-    """True if a schedule stores something, and no more than the limit of residuals."""
-    stored = sum(b.nbytes + b.of_cotangent for b in schedule.buffers)
-    most = max(of_step(), LITTLE) if limit is None else limit
-    return 0 < stored <= most
 
 
 # -- Lives -----------------------------------------------------------------------------
@@ -130,13 +123,14 @@ def _lives(schedule: Schedule) -> Iterator[Life]:
     for i, b in enumerate(schedule.buffers):
         if b.kind == "residual":
             e: Any = jaxprs.made_by(schedule.jaxpr, b.operand)
-            first, iterations = b.level.number, 1
-            if jaxprs.kind(e) == "scan":
-                is_stack = b.operand in e.outvars[jaxprs.scan_of(e).num_carry :]
-                iterations = jaxprs.times(e) if is_stack else 1
+            first = b.level.number
             until = last.get(i, first)
             until = schedule.end if is_mark(e, schedule.axis) else until
-            more = iterations, _is_derived(schedule, i)
+            is_stack = (
+                jaxprs.times(e) > 1
+                and b.operand in e.outvars[jaxprs.scan_of(e).num_carry :]
+            )
+            more = is_stack, _is_derived(schedule, i)
             yield Life(i, b.nbytes, b.of_cotangent, first, until, *more)
 
 
@@ -211,7 +205,7 @@ def largest_step(schedule: Schedule) -> int:
             roots = schedule.operands(level, smooth=True)
         equations, reads = schedule.needed(roots, level)
         smooth = [x for x in reads if schedule.trait(x).smooth]
-        grads = sum(bytes_of(x) for x in smooth if x in schedule.arguments)
+        grads = sum(jaxprs.nbytes(x) for x in smooth if x in schedule.arguments)
         steps.append(bytes_of_residuals(equations, smooth, reads) + grads)
     for level in range(1, schedule.end + 1) if schedule.kept is not None else ():
         roots = schedule.roots(level)
@@ -312,12 +306,12 @@ class LoopSets(NamedTuple):
 
 def loops_of(schedule: Schedule) -> LoopSets:
     """The loops of a schedule."""
-    roots, smooth = (_roots(schedule, smooth) for smooth in (False, True))
+    roots, smooth = (roots_of(schedule, smooth) for smooth in (False, True))
     readers, runs = _runs(schedule, roots)
     return LoopSets(schedule, roots, readers, runs, _runs(schedule, smooth)[1])
 
 
-def _roots(schedule: Schedule, smooth: bool) -> dict[Any, int]:
+def roots_of(schedule: Schedule, smooth: bool) -> dict[Any, int]:
     """The loops that have a variable as a root, or as a root with a cotangent."""
     roots: dict[Any, int] = {}
     for level in range(1, schedule.end + 1):
@@ -411,7 +405,7 @@ def _chosen(loops: LoopSets, level: int, border: Sequence[Any]) -> list[Any]:
 
     def size(x: Any) -> float:
         price = _EARLIER if x in earlier else 1.0
-        return price * loops.schedule.num_values["residual"] * bytes_of(x) + 1
+        return price * loops.schedule.num_values["residual"] * jaxprs.nbytes(x) + 1
 
     cut_values = smallest_cut(equations, [*sources, *earlier], set(border), size)
     return [x for x in cut_values if x not in earlier]
@@ -598,6 +592,6 @@ def _smallest(
             sinks.add(x)
 
     def size(x: Any) -> float:
-        return bytes_of(x) + 1.0
+        return jaxprs.nbytes(x) + 1.0
 
     return smallest_cut(group, sources, sinks, size)

@@ -26,10 +26,10 @@ from .._loop.micro_step import Operands, Replay
 from .._passes import alive, jaxprs
 from .._passes.effects import IndivisibleError
 from . import kept, levels
-from .costs import bytes_of, bytes_of_step
+from .costs import bytes_of_step
 from .levels import Arrays, Buffers, Evaluation, MeetingLoss, Wanted
 from .report import peak_of
-from .room import LITTLE, has_room, planned, share
+from .room import LITTLE, planned, share
 from .schedule import Level, Schedule
 from .stages import stages
 
@@ -118,12 +118,12 @@ def _written(values: Evaluation) -> Replay:
 
 def is_small(values: Evaluation) -> bool:
     """True if what the plan stores has the room that residuals have."""
-    jaxpr = values.program.jaxpr
-
-    def of_step() -> int:
-        return bytes_of_step(jaxpr, jaxpr.invars[: len(values.of_params)])
-
-    return has_room(values.schedule, of_step, values.residual_bytes)
+    most, jaxpr = values.residual_bytes, values.program.jaxpr
+    if most is None:
+        step = bytes_of_step(jaxpr, jaxpr.invars[: len(values.of_params)])
+        most = max(step, LITTLE)
+    buffers = values.schedule.buffers
+    return 0 < sum(b.nbytes + b.of_cotangent for b in buffers) <= most
 
 
 def run_window(values: Evaluation) -> Outcome:
@@ -173,7 +173,7 @@ def _planned(values: Evaluation, schedule: Schedule, limit: int | None) -> Sched
     def of_step() -> int:
         params = jaxpr.invars[: len(values.of_params)]
         stacks = [b.operand for b in schedule.buffers if b.kind == "stack"]
-        gathered = schedule.num_values["residual"] * sum(map(bytes_of, stacks))
+        gathered = schedule.num_values["residual"] * sum(map(jaxprs.nbytes, stacks))
         return max(bytes_of_step(jaxpr, params), gathered)
 
     if not any(schedule.trait(x).smooth for x in schedule.roots(schedule.end)):

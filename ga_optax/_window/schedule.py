@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
+from .. import accumulator
 from .._passes import jaxprs
 from . import meetings
-from .costs import bytes_of, nbytes_of_sum
 
 
 class Level(NamedTuple):
@@ -83,11 +83,7 @@ class View(NamedTuple):
 
 
 def traits_of(
-    jaxpr: core.Jaxpr,
-    axis: str,
-    params: Sequence[Any],
-    rows: Sequence[Any],
-    loss: Sequence[Any] | None = None,
+    jaxpr: core.Jaxpr, axis: str, params: Sequence[Any], rows: Sequence[Any]
 ) -> dict[Any, Traits]:
     """The traits of every variable of a program.
 
@@ -96,7 +92,6 @@ def traits_of(
       axis: the name of the axis of the window.
       params: the arguments that are differentiated.
       rows: the arguments that differ between micro-batches; some may be differentiated.
-      loss: the results that are differentiated; None for the first.
     """
 
     def traits_if(level: int) -> dict[Any, Traits]:
@@ -110,7 +105,7 @@ def traits_of(
     before = [x.level for v, x in traits_if(1).items() if v not in behind]
     traits = traits_if(max(before, default=1))
     # Values through which the loss is not differentiated are not smooth.
-    reached = set(jaxprs.variables(jaxpr.outvars[:1] if loss is None else loss))
+    reached = set(jaxprs.variables(jaxpr.outvars[:1]))
     for e in reversed(jaxpr.eqns):
         if any(x in reached and traits[x].smooth for x in e.outvars):
             reached.update(jaxprs.variables(e.invars))
@@ -312,18 +307,17 @@ class Schedule:
         view = self.views.get(variable)
         if view is None:
             return -1
-        if self.kept is not None and self.buffers[view.buffer].kind == "residual":
-            each = enumerate(self.kept)
-            return ~sum(1 << n for n, some in each if view.buffer in some)
-        number, in_loop = self.buffers[view.buffer].level
-        return (1 << number + in_loop) - 1
+        loops = range(1, self.end + 1)
+        return sum(1 << n for n in loops if not self.can_read(view.buffer, Level(n)))
 
     def buffer(self, operand: Any, kind: str, level: int) -> int:
         """The number of the buffer of a value, which is added if there is none."""
         smooth, number = self.trait(operand).smooth, self.num_values.get(kind, 1)
         when = Level(level, in_loop=kind != "shared")
-        of_cotangent = smooth and number * nbytes_of_sum(operand)
-        nbytes = number * bytes_of(operand)
+        nbytes, of_cotangent = number * jaxprs.nbytes(operand), 0
+        if smooth:
+            itemsize = accumulator.sum_dtype(operand.aval.dtype).itemsize
+            of_cotangent = number * jaxprs.numbers(operand.aval.shape) * itemsize
         members = self.by_level.setdefault(when, [])
         for i in members:
             old = self.buffers[i]
