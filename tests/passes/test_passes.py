@@ -210,7 +210,7 @@ EXAMPLES = {  # a pass without one fails
     ),
     "shards": Example(adapted, chosen_base, "cond gets an array", over_devices()),
     "products": Example(
-        product_in_bfloat16, rounded_in_bfloat16, "out of reduce_precision", eps=LOW
+        product_in_bfloat16, rounded_in_bfloat16, "not made of products", eps=LOW
     ),
     "duplicates": Example(
         doubled,
