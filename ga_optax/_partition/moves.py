@@ -56,6 +56,19 @@ def tile(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
     return [(w.run(e, [v.x]), rows)]
 
 
+def dynamic_slice(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
+    """One row, of which the others have zeros."""
+    v, *starts = vs
+    one_row = v.rows and e.params["slice_sizes"][v.dim] == 1
+    if not one_row or not is_inexact(v.aval):
+        return None
+    xs = [w.whole(start) for start in starts]
+    row = jnp.clip(xs[v.dim], 0, v.shape[v.dim] - 1)
+    xs[v.dim], mine = w.place_of(v, row)
+    x = w.run(e, [v.x, *xs])
+    return [(jnp.where(mine, x, jnp.zeros_like(x)), PARTIAL)]
+
+
 # == Moves of rows =====================================================================
 # Primitives that move rows: slices, reversals, padding and concatenations.
 #

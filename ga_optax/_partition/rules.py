@@ -32,6 +32,7 @@ _OWN: dict[Rule, str] = {
     moves.reshape: "reshape",
     moves.tile: "tile",
     moves.move: " ".join(name for name, row in TABLE.items() if row.shifts),
+    moves.dynamic_slice: "dynamic_slice",
     factors.into_sums: "dot_general psum psum_invariant",
     groups.convolution: "conv_general_dilated",
     groups.ragged_dot: "ragged_dot_general",

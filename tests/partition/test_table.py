@@ -74,7 +74,7 @@ def of_each_key(keys, kept):
 
 
 # Cases that need all rows, such as a sort of them, by number.
-NEEDS_ALL = {"unstack": [1], "dynamic_slice": [1, 2], "dynamic_update_slice": [2]}
+NEEDS_ALL = {"unstack": [1], "dynamic_slice": [2], "dynamic_update_slice": [2]}
 NEEDS_ALL |= {"sort": [1], "reduce_window_sum": [1], "fft": [1], "reshape": [1]}
 NEEDS_ALL |= {"pmax": [0], "pmin": [0]}
 NEEDS_ALL |= {"scatter": [15], "scatter-max": [1], "scan": [2], "while": [2]}
@@ -241,6 +241,7 @@ MOVES = {
         _turned, (0.9 * jnp.ones_like(h), h)
     )[1],
     "a backward rule": lambda h, w: clipped(h[1:]) * clipped(h[:-1]),
+    "row of an extremum": lambda h, w: h * h[jnp.argmax(h[:, 0])],
     "sorted, along directions": lambda h, w: jax.vmap(
         lambda t: jax.jvp(functools.partial(jnp.sort, axis=1), (h,), (jnp.cos(h * t),))[
             1
