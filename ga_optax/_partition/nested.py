@@ -524,6 +524,9 @@ def while_(w: Writer, e: core.JaxprEqn, vs: list[Value]) -> Results:
         if PARTIAL in new or new.count(WHOLE) == layouts.count(WHOLE):
             raise RowsMeet  # each round gives rows to a carry that had none
         layouts = new
+    passes: Any = test.closed.out_avals[0]
+    if any(x.shape[: passes.ndim] != passes.shape for x in run.closed.out_avals):
+        raise RowsMeet  # tests for all rows, and carries of some
     # As JAX does, the primitive takes a test for each row.
     of_test = [*test.closed.consts, index_for(w, test), *(v.x for v in of_cond)]
     of_step = [*run.closed.consts, index_for(w, run), *(v.x for v in of_body)]

@@ -401,6 +401,11 @@ NESTED = {
         lambda h, w, ids: jax.vmap(
             lambda i: lax.fori_loop(0, i, lambda j, c: c + j, 1)
         )(ids),
+        lambda h, w, ids: jax.vmap(
+            lambda x, n: lax.while_loop(
+                lambda c: c[1] < n, lambda c: (c[0] / 2, c[1] + 1), (x, 0)
+            )[0]
+        )(h, jnp.arange(len(h)) % 5),
     ],
     "cond": [
         "jnp.diagonal(h @ h.T)",

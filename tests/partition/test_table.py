@@ -77,7 +77,7 @@ def of_each_key(keys, kept):
 NEEDS_ALL = {"unstack": [1], "dynamic_slice": [2], "dynamic_update_slice": [2]}
 NEEDS_ALL |= {"sort": [1], "reduce_window_sum": [1], "fft": [1], "reshape": [1]}
 NEEDS_ALL |= {"pmax": [0], "pmin": [0]}
-NEEDS_ALL |= {"scatter": [15], "scatter-max": [1], "scan": [2], "while": [2]}
+NEEDS_ALL |= {"scatter": [15], "scatter-max": [1], "scan": [2], "while": [2, 7]}
 BY_NUMBER = {key for key, row in TABLE.items() if row.dims == "..."}
 MOVING = [key for key in CASES if key not in (*BY_NUMBER, *NEW) and " " not in key]
 
