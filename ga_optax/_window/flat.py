@@ -18,7 +18,7 @@ from jax.extend import core
 
 from .._devices import collectives
 from .._partition.held import MEETS
-from .._passes import checkpoints, feedback, jaxprs, primitives
+from .._passes import checkpoints, effects, feedback, jaxprs, primitives
 from .._passes.jaxprs import bind, is_variable, variables
 from .._passes.places import better_placed
 from . import cuts
@@ -243,6 +243,9 @@ class SplitScan:
         self.part = dict.fromkeys(self.program.constvars, 0)
         self.part_of: dict[int, int] = {}
         self._find_parts(feedback.graph(scan, lambda e: False, start))
+        # A rule must see the cotangents of its iteration, and not the sum of all.
+        rules = [x for e in self.program.eqns if effects.has_rule(e) for x in e.outvars]
+        self.varying = jaxprs.following(self.program, [*carry, *slices, *rules])
 
     def _find_parts(self, graph: feedback.Graph) -> None:
         names = [*self.program.invars, *self.carry]
@@ -275,11 +278,18 @@ class SplitScan:
         return jnp.broadcast_to(x, (self.scan.length, *x.shape))
 
     def _meet(self, equation: core.JaxprEqn) -> None:
-        """Runs a collective for all iterations."""
+        """Runs a collective for all iterations; or once, if all have one operand."""
         xs, outs = equation.invars, equation.outvars
-        run = functools.partial(bind, self.program, [equation], xs, outs)
-        stacks = jax.vmap(lambda *xs: run(xs))(*map(self._stacked, xs))
-        self.stacks |= zip(outs, stacks, strict=True)
+        if self.varying.isdisjoint(variables(xs)):
+            is_known = self.known.__contains__
+            equations, reads = jaxprs.needed_for(self.program, outs, is_known)
+            given = [self.known[x] for x in reads]
+            out = bind(self.program, equations, reads, outs, given)
+            self.known |= zip(outs, out, strict=True)
+        else:
+            run = functools.partial(bind, self.program, [equation], xs, outs)
+            stacks = jax.vmap(lambda *xs: run(xs))(*map(self._stacked, xs))
+            self.stacks |= zip(outs, stacks, strict=True)
 
     # -- Parts -------------------------------------------------------------------------
 
@@ -367,7 +377,8 @@ class SplitScan:
         """
         atoms = list(self.program.outvars[self.scan.num_carry :])
         for e in itertools.chain(*self.meetings.values()):
-            atoms += e.invars
+            if not self.varying.isdisjoint(variables(e.invars)):
+                atoms += e.invars
         atoms += [x for e in self.program.eqns if self.is_mark(e) for x in e.outvars]
         first = self._new_at(part, atoms)
         reads = [x for c, x in self.carry.items() if self.part[c] > part]
