@@ -271,12 +271,9 @@ FAULTS = """
 * no argument is taken for the batch that another one was said to be
 + def _question_on_batch(...): return ""
 @ _calls/batches.py: test_law_told
-* edges of a graph are warned of as a table is
-- if fewer and k > 1 and all(n != rows for n, _ in integers):
-+ if fewer and k > 1:
-* places are warned of as tokens are
-- fewer = [n for n, ndim in integers if ndim > 1 and n < rows and n % k == 0]
-+ fewer = [n for n, _ in integers if n < rows and n % k == 0]
+* a number of classes is warned of as a table is
+- votes[n] > votes[rows]
++ votes[n] >= votes[rows]
 * nothing is said of a table that is taken for the rows
 + def _warn_of_rows(...): return None
 @ _calls/call.py: test_arguments

@@ -281,26 +281,28 @@ def _as_they_divide(call: Call, rows: int, parts: int) -> Call:
 
 
 def _warn_of_rows(call: Call, rows: Any, came: str) -> None:
-    """Warns if a matrix of integers has fewer rows: the largest leaf may be a table.
+    """Warns if fewer rows are those of more leaves: the largest one may be a table.
 
-    Such as one of embeddings beside tokens. A table has no integers beside it that have
-    its rows, as the edges of a graph have. `batch_axes` as a tree decides.
+    Integers in a matrix, such as tokens, count twice; `batch_axes` as a tree decides. A
+    table has no integers beside it, as the edges of a graph have.
     """
-    if not (isinstance(rows, int) and isinstance(call.options.batch_axes, int)):
+    _, k, size, *_ = call.options
+    votes: dict[Any, int] = {}
+    if not isinstance(call.options.batch_axes, int):
         return
-    k = call.options.num_microbatches
-    integers = [
-        (n, np.ndim(x))
-        for _, x, n in _with_axes(call)
-        if jnp.issubdtype(x.dtype, jnp.integer) and not is_raw_key(x)
-    ]
-    fewer = [n for n, ndim in integers if ndim > 1 and n < rows and n % k == 0]
-    if fewer and k > 1 and all(n != rows for n, _ in integers):
+    for _, x, n in _with_axes(call):
+        is_integer = jnp.issubdtype(x.dtype, jnp.integer) and not is_raw_key(x)
+        if is_integer and _holds(lambda n=n: n == rows):
+            return
+        votes[n] = votes.get(n, 0) + 1 + (is_integer and np.ndim(x) > 1)
+    n = max(votes, key=votes.__getitem__)
+    fewer = _holds(lambda: n < rows) and votes[n] > votes[rows]
+    if fewer and k != 1 and n % (k or size) == 0:
         warn_once(
             f"The rows of a batch are those of most of its bytes, here {rows:,} ({came}"
-            f"), but integers beside it have {fewer[0]} rows. If that leaf is a table, "
-            "give it None in batch_axes; the gradient is right anyway, but may save "
-            f"nothing.{call.question}"
+            f"), but more leaves have {n} rows. If that leaf is a table, give it None "
+            "in batch_axes; the gradient is right anyway, but may save nothing."
+            f"{call.question}"
         )
 
 

@@ -79,12 +79,11 @@ def graph(p, b):
 @pytest.mark.quick
 def test_a_table_that_is_taken_for_the_rows_is_warned_of_once():
     def fun(p, b):
-        out = b["table"][b.get("tokens", 0)].mean() * p
+        out = b["table"][b["tokens"]].mean() * p
         return out + b.get("y", jnp.zeros(1)).mean()
 
     table = jnp.ones((1000, 4))
     batch = {"tokens": jnp.zeros((8, 3), int), "y": jnp.ones(8), "table": table}
-    batch["places"] = jnp.arange(4)
 
     def told(*names, **options):
         options = options or {"num_microbatches": 4}
@@ -93,20 +92,18 @@ def test_a_table_that_is_taken_for_the_rows_is_warned_of_once():
 
     [text] = told("tokens", "table")
     assert "here 1,000 (leaf ['table'] has shape (1000, 4))" in text
-    assert "integers beside it have 8 rows. If that leaf is a table, give it" in text
+    assert "more leaves have 8 rows. If that leaf is a table, give it None in" in text
     assert told("tokens", "table") == []
     # Edges of a graph are the rows of most bytes, and have indices of nodes.
     edges = {"senders": jnp.zeros(64, int), "weights": jnp.ones((64, 4))}
-    nodes = {name: jnp.ones(16) for name in ("x", "mask")}
-    nodes["species"] = jnp.ones((16, 1), int)
+    nodes = {name: jnp.ones(16) for name in ("x", "mask", "species")}
     step = ga.value_and_grad(graph, 4)
     assert warned(lambda: step(1.0, edges | nodes)) == []
     del edges["senders"]  # the twin: a table
-    assert "beside it have 16 rows" in warned(lambda: step(1.0, edges | nodes))[0]
-    # The twins: what is said, places, a batch that is larger, a number of classes.
+    assert "more leaves have 16 rows" in warned(lambda: step(1.0, edges | nodes))[0]
+    # The twins: what is said, a batch that is larger, and a number of classes.
     axes = {"tokens": 0, "y": 0, "table": None}
     assert told(*axes, num_microbatches=4, batch_axes=axes) == []
-    assert told("table", "places") == []
     batch |= {"table": table[:2]}
     assert told("tokens", "table", "y") == []
     batch |= {"tokens": jnp.zeros(32, int), "table": table[:8, 0]}
