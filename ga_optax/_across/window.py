@@ -403,11 +403,13 @@ class MicroStep:
         try:
             _ = self.update_types
         except Exception as error:
-            try:
-                _ = dataclasses.replace(self, params=self.grads).update_types
-            except Exception:  # the optimizer fails for another reason
-                raise error from None
-            raise ValueError(_NO_PARAMS) from error
+            for params in self.grads, optax.LookaheadParams.init_synced(self.grads):
+                try:
+                    _ = dataclasses.replace(self, params=params).update_types
+                except Exception:
+                    continue
+                raise ValueError(_NO_PARAMS) from error
+            raise  # the optimizer fails for another reason
 
 
 def _check_varying(axes: set[str], grads: Any, params: Any, extra_args: Any) -> None:
