@@ -350,6 +350,8 @@ def _runs(
 # later level would have to add up. `room` chooses which residuals stay, and for how
 # long.
 
+_LONGEST = 32  # cheap equations in a row that run again behind a residual
+
 _FORWARD = 2  # runs that every equation has, with residuals too
 
 _EARLIER = 1 / 2  # the price of a residual that is stored already
@@ -434,14 +436,17 @@ def _costly(
 ) -> list[Any]:
     """The results that loops up to a level compute, and that later ones must not.
 
-    They are results of equations that are not cheap, and that would run more often
-    than with residuals.
+    They are results of equations that are not cheap, or that end `_LONGEST` equations
+    in a row, and that would run more often than with residuals.
     """
     up_to = (1 << level + 1) - 1
+    depth: dict[Any, int] = {}
     sources = []
     for e in equations:
-        is_early = not jaxprs.is_cheap(e) and loops.of(e) & up_to
-        if is_early and loops.num_runs(e) > _FORWARD:
+        steps = 1 + max((depth.get(x, 0) for x in variables(e.invars)), default=0)
+        depth.update(dict.fromkeys(e.outvars, steps))
+        is_dear = not jaxprs.is_cheap(e) or steps % _LONGEST == 0
+        if is_dear and loops.of(e) & up_to and loops.num_runs(e) > _FORWARD:
             sources += e.outvars
     return sources
 
