@@ -297,6 +297,11 @@ def apply_gradients(
         )
     check_optimizer("tx", tx, ORDER)
     _check_spelling(extra_args)
+    if params is None and jax.tree.leaves(grads):
+        raise TypeError(
+            "params must be the parameters, but it is None. apply_gradients returns "
+            "updated parameters: pass the parameters of grads."
+        )
     check_order(grads=grads, params=params)
     trained = differentiated(params)
     check_gradients(trained, grads, expected="params", integers=True)

@@ -476,6 +476,7 @@ made(should_skip_update_fn=ga.drop_window_if_not_finite)
 made(accumulator_dtype=jnp.int32) -> T floating dtype
 started(accumulator_dtype={"dense": {"bias": None}})
   -> V The dtype must be one for all leaves, or a prefix | Take the containers
+made(track_norm="False") -> T track_norm must be of type bool | Pass True or False
 made(opt=PLATEAU, mean_argnames="weight") -> V mean_argnames must name
 """
 for _row in WITHIN.strip().splitlines():
@@ -500,7 +501,7 @@ apply(params=OTHER) -> V ['dense']['kernel'] | params
 TX.init(WHOLE) -> T leaf ['name'] of params | Pass a tree of arrays alone
 apply(grads=(1.0, GRADS)) -> V pair which value_and_grad returns: pass the second
 update(params=WHOLE) -> T leaf ['name'] of params | Pass a tree of arrays alone
-apply(params=None) -> V ['dense']['bias'] is not in params
+apply(params=None) -> T params must be the parameters
 apply(value=ONE, **AVERAGES) -> V value must be a scalar | (1,)
 apply(value=3.0, state=STATE, **AVERAGES) -> V must fit mean_argnames | while no window
 apply(value="3", **AVERAGES) -> T value must be a real | every call
