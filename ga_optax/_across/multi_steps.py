@@ -22,7 +22,13 @@ import optax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from .._checks import check_dtype, check_gradients, check_on_device, explains_keywords
+from .._checks import (
+    check_dtype,
+    check_gradients,
+    check_on_device,
+    check_type,
+    explains_keywords,
+)
 from .._devices import meshes
 from .._text import listed
 from .choices import check_decisions
@@ -134,6 +140,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
         """Builds the pair of pure functions; see the class for the arguments."""
         axes = meshes.check_data_axis(data_axis)
         check_decisions(should_skip_update_fn, should_drop_window_fn)
+        check_type("track_norm", track_norm, bool, "Pass True or False.")
         todo = "Call the factory: optax.adam(1e-3), not optax.adam."
         check_optimizer("opt", opt, todo)
         config = Config(
@@ -143,7 +150,7 @@ class MultiSteps(optax.GradientTransformationExtraArgs):
             should_skip_update_fn=should_skip_update_fn,
             accumulator_dtype=check_dtype(accumulator_dtype),
             should_drop_window_fn=should_drop_window_fn,
-            track_norm=bool(track_norm),
+            track_norm=track_norm,
             data_axis=axes or None,
             mean_argnames=_check_argnames(mean_argnames),
         )

@@ -222,9 +222,9 @@ def test_the_root_is_small_no_function_long_and_no_private_one_takes_much():
     assert len(list(PACKAGE.glob("*.py"))) <= 12
     total, lengths, counts = measured()
     assert (too_many(lengths, 50), too_many(counts, 5)) == ([], [])
-    assert 5_000 < total.total() <= 17_181  # who raises it says what went for it
+    assert 5_000 < total.total() <= 17_211  # who raises it says what went for it
     tests = (x.read_text("utf-8") for x in (ROOT / "tests").rglob("*.py"))
-    assert sum(len(code_lines(text)) for text in tests) <= 17_157  # so here
+    assert sum(len(code_lines(text)) for text in tests) <= 17_152  # so here
 
 
 # -- How much a reader meets -----------------------------------------------------------
@@ -302,7 +302,7 @@ def test_no_file_is_long():
     assert too_many(lengths, 450) == []
     nodes = [node for text in texts.values() for node in ast.walk(ast.parse(text))]
     statements = [x for x in nodes if isinstance(x, ast.Import | ast.ImportFrom)]
-    assert sum(x.end_lineno - x.lineno + 1 for x in statements) <= 1140
+    assert sum(x.end_lineno - x.lineno + 1 for x in statements) <= 1146
     names = collections.Counter(x.name for x in nodes if isinstance(x, ast.FunctionDef))
     assert names["run"] <= 8  # other functions say what they do
 
