@@ -224,7 +224,7 @@ def test_the_root_is_small_no_function_long_and_no_private_one_takes_much():
     assert (too_many(lengths, 50), too_many(counts, 5)) == ([], [])
     assert 5_000 < total.total() <= 17_211  # who raises it says what went for it
     tests = (x.read_text("utf-8") for x in (ROOT / "tests").rglob("*.py"))
-    assert sum(len(code_lines(text)) for text in tests) <= 17_152  # so here
+    assert sum(len(code_lines(text)) for text in tests) <= 17_161  # so here
 
 
 # -- How much a reader meets -----------------------------------------------------------

@@ -129,3 +129,16 @@ def test_rows_that_meet_in_the_carry_are_computed_whole_in_a_long_scan(body):
     assert name == "scan of 65 iterations, in whose carry rows meet,"
     assert "scans.py" in line
     assert size > 65 * 2 * scans.N * scans.D  # it is not its results alone
+
+
+@pytest.mark.quick
+def test_what_is_the_same_in_all_iterations_meets_once():
+    def loss(w, x):
+        def step(h, t):
+            return h + jax.nn.softmax(h @ jnp.tanh(x @ w).T + t) @ x, None
+
+        return jnp.mean(jax.lax.scan(step, x, jnp.linspace(0, 1, 16))[0] ** 2)
+
+    args = jnp.eye(16), jax.random.normal(jax.random.key(0), (128, 16))
+    whole = temporaries(jax.jit(jax.value_and_grad(loss)), *args)
+    assert temporaries(jax.jit(ga.value_and_grad(loss, 8)), *args) < whole / 3
