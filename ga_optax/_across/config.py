@@ -212,7 +212,7 @@ _ACCUMULATORS = {
 
 
 def accumulators_in(state: optax.OptState) -> Iterator[str]:
-    """The places of a state that are of transformations that accumulate, in words."""
+    """Says where the states of transformations that accumulate gradients are."""
     for kind, name in _ACCUMULATORS.items():
         for path in nodes_of(kind, state):
             yield f"its state at {path or 'the top'} is that of {name}"

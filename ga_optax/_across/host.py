@@ -143,17 +143,18 @@ def _in_turn(fun: Callable[..., Any], args: list[jax.Array]) -> list[Any]:
     program = jaxprs.program_of(fun, *args)
     program = jaxprs.program_of(lambda *xs: _inlined(program, xs), *args)
     jaxpr: Any = program.jaxpr
-    names = [*jaxpr.constvars, *jaxpr.invars]
+    names, arguments = [*jaxpr.constvars, *jaxpr.invars], {*jaxpr.invars}
     env: dict[Any, Any] = dict(zip(names, [*program.consts, *args], strict=True))
     done: list[jax.Array] = []
     for group in _groups(jaxpr):
-        read = dict.fromkeys(jaxprs.variables(x for e in group for x in e.invars))
-        moved = [x for x in read if x in jaxpr.invars]
+        atoms = jaxprs.variables(x for e in group for x in e.invars)
+        read = [x for x in dict.fromkeys(atoms) if x in env]
+        moved = [x for x in read if x in arguments]
         if done:
             xs, _ = jax.lax.optimization_barrier(([env[x] for x in moved], done))
             env |= dict(zip(moved, xs, strict=True))
         made = [x for e in group for x in e.outvars if jaxprs.num_readers(jaxpr, x)]
-        out = jaxprs.bind(jaxpr, group, list(env), made, list(env.values()))
+        out = jaxprs.bind(jaxpr, group, read, made, [env[x] for x in read])
         env |= dict(zip(made, out, strict=True))
         done = out if moved else []
     return [env[x] if jaxprs.is_variable(x) else x.val for x in jaxpr.outvars]

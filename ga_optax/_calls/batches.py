@@ -228,9 +228,9 @@ def counted_rows(call: Call, hint: bool) -> tuple[int, str, str]:
 
 
 def _split_where(call: Call, is_split: Callable[[Any, int], bool]) -> Call:
-    """The call, in which other leaves of the batch go whole.
+    """The call, in which only some leaves of the batch are split; others go whole.
 
-    `is_split` is asked of a leaf and its axis.
+    `is_split` is asked of a leaf that is split so far, and of its axis.
     """
     leaves = jax.tree.leaves(call.role("batch_argnums"))
     axes = [

@@ -490,8 +490,7 @@ def taken_apart(
     elif has_aux:
         loss, aux = _pair(out, form)
     if not any_aux:
-        todo = "Leave it out, or return a number in its place."
-        _checks.check_arrays("the aux that fun returns", aux, todo)
+        _checks.check_arrays("the aux that fun returns", aux, NO_ARRAY)
     check_number(loss, form)
     shape, dtype = jnp.shape(loss), jnp.result_type(loss)
     if shape != ():
@@ -512,6 +511,8 @@ def taken_apart(
         )
     return loss, (carry,) if isinstance(options.carry_argnums, int) else carry, aux
 
+
+NO_ARRAY = "Leave it out, or return a number in its place."  # of what `fun` returns
 
 # What `fun` returns, by whether there are a carry and an aux.
 _FORMS = {

@@ -30,7 +30,7 @@ from .._window.levels import Evaluation, MeetingLoss
 from .._window.report import log_report
 from .._window.run import is_small, plan_window, run_window
 from . import regions, rows, undivided
-from .call import Call, call_of
+from .call import NO_ARRAY, Call, call_of
 from .regions import REPLICATED, ManualAxisError
 from .undivided import AllRows, Pair
 
@@ -471,8 +471,7 @@ def of_call(call: Call, remat: bool | None, size: int | None = None) -> Any:
 
     def of_args(*args: Any, **kwargs: Any) -> Any:
         out = fun(*args, **kwargs)
-        todo = "Leave it out, or return a number in its place."
-        _checks.check_arrays("what fun returns", out, todo)
+        _checks.check_arrays("what fun returns", out, NO_ARRAY)
         return out
 
     def flat(*xs: Any) -> Any:

@@ -176,7 +176,7 @@ _TAKEN = (
     'With data_axis= and sync="last" fun runs on one device of {0!r}, with its rows. '
     "So a jax.shard_map in fun must not be over {0!r}: leave it out, or leave its "
     "mesh= out, in jax.set_mesh(mesh), and it is over the other axes. A PartitionSpec "
-    "must not name {0!r}: take that out of it (in Flax out of the logical axis rules, "
+    "must not name {0!r}: take the name out (in Flax out of the logical axis rules, "
     "in Haliax out of the axis mapping; and in your own jax.shard_map pass "
     "check_vma=False), or pass with_sharding_constraint a NamedSharding. "
     + _CLOSES

@@ -176,7 +176,7 @@ def recut_bits(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
 
 
 def _of_each_key(w: Writer, e: core.JaxprEqn, vs: list[Value], rows: Rows) -> Any:
-    """The draw of each key by itself, or keys split off it; None if one has all."""
+    """The draws of each key, or the keys split off it; None if one key is for all."""
     [v] = vs
     is_own = rows.dim < len(v.shape) and primitives.is_threefry(v.aval)
     return w.run(e, [w.part(v, rows)]) if is_own else None
