@@ -208,7 +208,7 @@ class Writer:
         """
         rest, parts = v.x.shape[v.dim] // v.rows.segments, self.axis.size
         inside = (row >= 0) & (row < v.shape[v.dim])
-        owner = jnp.where(inside, row // rest % parts, 0)
+        owner = jnp.where(inside, row // rest % parts, 0).astype(self.index.dtype)
         place = row // (rest * parts) * rest + row % rest
         return jnp.where(inside, place, v.shape[v.dim]), owner == self.index
 
